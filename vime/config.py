@@ -1,0 +1,289 @@
+"""One configuration tree: a TOML file plus dotted overrides (train.lr=1e-6). All faults are reported at once, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from vime.errors import VimeError, nearest
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class DataConfig(Section):
+    """Prompts: JSONL or parquet; `path@[a:b]` takes rows a to b."""
+
+    prompts: str = Field(description="training prompts, .jsonl or .parquet, optionally with a @[a:b] slice")
+    input_key: str = Field("prompt", description="column of the prompt: a string or a list of chat messages")
+    label_key: str = Field("label", description="column of the label given to the reward")
+    metadata_key: str = Field("metadata", description="column of a dict kept on the sample")
+    apply_chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template (a string becomes one user message)")
+    chat_template: str | None = Field(None, description="a Jinja chat template that replaces the tokenizer's own")
+    shuffle: bool = Field(True, description="a new permutation each epoch, drawn from (seed, epoch); false keeps file order")
+
+
+class RolloutConfig(Section):
+    """Rollout: vLLM servers behind one vllm-router, and the workers that talk to them."""
+
+    num_engines: int = Field(1, ge=1, description="vLLM servers to start")
+    engines: list[str] = Field([], description="URLs of vLLM servers started elsewhere; then none is started")
+    num_workers: int = Field(1, ge=1, description="rollout workers (Ray actors)")
+    batch_size: int = Field(8, ge=1, description="prompts (groups) per step")
+    n_samples_per_prompt: int = Field(8, ge=1, description="samples per prompt: the group size of GRPO")
+    max_response_len: int = Field(256, ge=1, description="new tokens per sample at most")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; the trainer divides logits by it too")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, description="-1: off")
+    stop: list[str] = Field([], description="stop strings; their tokens stay in the sample")
+    stop_token_ids: list[int] = []
+    concurrency: int = Field(64, ge=1, description="sequences in flight per engine at most (a request for n samples counts n)")
+    max_context_len: int = Field(2048, ge=2, description="prompt + response tokens at most; becomes the server's max_model_len")
+    request_timeout: float = Field(600, gt=0, description="seconds one group may take, restarts of engines included, before the run stops")
+    custom_generate: str | None = Field(None, description="dotted path: async (args, sample, sampling_params) -> Sample")
+
+    @model_validator(mode="after")
+    def _fits(self) -> RolloutConfig:
+        if self.max_response_len >= self.max_context_len:
+            raise ValueError(f"max_response_len {self.max_response_len} leaves no room for a prompt in max_context_len {self.max_context_len}")
+        return self
+
+
+class RewardConfig(Section):
+    """Reward: a built-in name (math, exact, regex) or a dotted path (args, sample) -> float | dict, sync or async."""
+
+    function: str = Field("math", description="math | exact | regex | package.module:function")
+    pattern: str | None = Field(None, description="for regex: the answer is the last match's first group (or the whole match)")
+    key: str | None = Field(None, description="which entry of a dict reward is trained on")
+    on_error: Literal["raise", "skip"] = Field("raise", description="skip: a group with a failing reward is dropped and counted, and replaced by another")
+    timeout: float = Field(60, gt=0, description="seconds a reward call may take")
+
+    @model_validator(mode="after")
+    def _pattern(self) -> RewardConfig:
+        if self.function == "regex" and not self.pattern:
+            raise ValueError('function = "regex" needs reward.pattern')
+        return self
+
+
+class AlgoConfig(Section):
+    """Advantage and policy loss (names of slime)."""
+
+    advantage_estimator: Literal["grpo"] = "grpo"
+    normalize_std: bool = Field(True, description="divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
+    eps_clip: float = Field(0.2, ge=0, description="PPO clip, lower side")
+    eps_clip_high: float | None = Field(None, ge=0, description="upper side; unset: the same as eps_clip")
+    eps_clip_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; unset: off")
+    kl_loss_coef: float = Field(0.0, ge=0, description="KL to the reference in the loss; 0 loads no reference")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    entropy_coef: float = Field(0.0, description="entropy bonus")
+    ref_model: str | None = Field(None, description="reference model folder; unset: the initial policy")
+
+
+class LossConfig(Section):
+    aggregate: Literal["sample-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
+        "sample-mean", description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: over all tokens of the step"
+    )
+
+
+class TrainConfig(Section):
+    """Optimizer and the loop."""
+
+    mode: Literal["sync"] = Field("sync", description="sync: generate, then train (max_staleness = 0)")
+    max_staleness: Literal[0] = Field(0, description="weight versions a sample may lag behind the step that trains it")
+    steps: int = Field(100, ge=1, description="rollout steps in the whole run")
+    global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one optimizer step")
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_iters: int = Field(0, ge=0, description="rollout steps of linear warm-up")
+    lr_decay_start: float = Field(0.0, ge=0, lt=1, description="share of the run after which the decay begins")
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    clip_grad: float = Field(1.0, gt=0, description="gradient norm at most")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; master weights and optimizer are always fp32")
+    max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
+    gradient_checkpointing: bool = False
+    skip_zero_advantage: bool = Field(True, description="leave samples that give no gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss and gradient stay exact, train/* means then cover the rest")
+    logprob_chunk: int = Field(1024, ge=1, description="tokens per chunk of the vocabulary projection")
+
+
+class ParallelConfig(Section):
+    fsdp: int = Field(1, ge=1, description="trainer ranks, each with a shard of the model")
+
+
+class WeightsConfig(Section):
+    transport: Literal["shm", "file"] = Field("shm", description="shm: safetensors in /dev/shm; file: in the run folder (several hosts)")
+    canary: bool = Field(True, description="after each publish compare the servers' logprobs of a fixed prompt with the trainer's")
+    canary_tol: float | None = Field(None, gt=0, description="largest mean |difference| accepted; unset: 1e-3 in float32, 0.25 in bfloat16")
+
+
+class EvalConfig(Section):
+    prompts: str | None = Field(None, description="held-out prompts; unset: no evaluation")
+    interval: int = Field(10, ge=1, description="steps between evaluations (also before the first step and after the last)")
+    n_samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    max_response_len: int | None = Field(None, ge=1, description="unset: as in rollout")
+
+
+class CheckpointConfig(Section):
+    interval: int = Field(10, ge=1, description="steps between checkpoints (also after the last step)")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+
+
+class LogConfig(Section):
+    tensorboard: bool = True
+    wandb: bool = False
+    trackio: bool = False
+    project: str = "vime"
+    samples: bool = Field(True, description="write samples/step_N.jsonl")
+
+
+class RayConfig(Section):
+    address: str | None = Field(None, description="a running Ray cluster; unset: a local one for this run")
+
+
+class Config(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="the run's folder is <run_dir>/<name>")
+    run_dir: str = "runs"
+    seed: int = 42
+    model: str = Field(description="folder of a Hugging Face model (config, safetensors, tokenizer)")
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algo: AlgoConfig = AlgoConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    ray: RayConfig = RayConfig()
+    vllm: dict[str, Any] = Field({}, description="any vLLM server argument: max_num_seqs = 64 becomes --max-num-seqs 64")
+    router: dict[str, Any] = Field({}, description='any vllm-router argument: policy = "round_robin" becomes --policy round_robin')
+    _source: str = PrivateAttr("")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run_dir) / self.name
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        faults, total = [], self.samples_per_step
+        gbs = self.train.global_batch_size
+        if gbs and total % gbs:
+            faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
+        if (gbs or total) % self.parallel.fsdp:
+            faults.append(f"parallel.fsdp {self.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
+        if self.algo.advantage_estimator == "grpo" and self.rollout.n_samples_per_prompt == 1:
+            faults.append("GRPO needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
+        if (self.rollout.top_p < 1 or self.rollout.top_k > 0) and not faults:
+            faults.append("rollout.top_p < 1 and top_k > 0 change the sampling distribution, which the trainer does not replay: use 1 and -1")
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """'train.lr=1e-6' -> (["train", "lr"], 1e-06); the value is read as TOML, and as a bare string where it isn't TOML."""
+    key, eq, raw = text.partition("=")
+    if not eq or not key.strip():
+        raise VimeError(f"override {text!r} is not of the form section.key=value")
+    try:
+        value: Any = tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return key.strip().split("."), value
+
+
+def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
+    """Read a run's TOML file, apply overrides, validate.
+
+    Raises: VimeError that lists every fault at once, with the nearest valid name for each unknown key.
+    """
+    try:
+        tree = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError as e:
+        raise VimeError(f"no such configuration file: {path}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as e:
+        raise VimeError(f"{path}: {e}", "it must be a readable TOML file") from e
+    for text in overrides or []:
+        keys, value = parse_override(text)
+        node = tree
+        for k in keys[:-1]:
+            node = node.setdefault(k, {})
+            if not isinstance(node, dict):
+                raise VimeError(f"override {text!r}: {k} is not a section")
+        node[keys[-1]] = value
+    return validate(tree, str(path))
+
+
+def validate(tree: dict[str, Any], source: str) -> Config:
+    """Build a Config from a plain dict; `source` names it in errors. Raises VimeError with all faults."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as e:
+        lines = []
+        for fault in e.errors():
+            loc = [str(p) for p in fault["loc"]]
+            key = ".".join(loc)
+            if fault["type"] == "extra_forbidden":
+                lines.append(f"{key}: unknown key; {nearest(loc[-1], _names(loc[:-1]))}")
+            elif fault["type"] == "missing":
+                lines.append(f"{key}: missing")
+            else:
+                got = "" if isinstance(fault["input"], (dict, BaseModel)) else f" (got {fault['input']!r})"
+                lines.append(f"{key + ': ' if key else ''}{fault['msg'].removeprefix('Value error, ')}{got}")
+        raise VimeError(f"{source}: {len(lines)} fault{'s' if len(lines) > 1 else ''}\n  " + "\n  ".join(lines)) from e
+
+
+def _names(path: list[str]) -> list[str]:
+    """Valid keys of the section at `path`."""
+    node: Any = Config
+    for p in path:
+        annotation = node.model_fields[p].annotation
+        node = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else Config
+    return list(node.model_fields)
+
+
+def dump(cfg: Config) -> str:
+    """The resolved configuration as TOML; unset (None) keys are left out. `load` of it gives the same Config."""
+
+    def strip(d: dict[str, Any]) -> dict[str, Any]:
+        return {k: strip(v) if isinstance(v, dict) else v for k, v in d.items() if v is not None}
+
+    return tomli_w.dumps(strip(cfg.model_dump()))
+
+
+def reference() -> str:
+    """docs/config.md: every key with type, default and meaning, generated from the tree."""
+    out = ["# Configuration", "", "Generated by `vime config --reference`; do not edit. Every key can be overridden on the command line: `vime train run.toml train.lr=1e-6`.", ""]
+
+    def table(title: str, model: type[BaseModel]) -> None:
+        out.extend([f"## {title}", "", (model.__doc__ or "").strip() if model.__doc__ != Section.__doc__ else "", "", "| key | type | default | meaning |", "|---|---|---|---|"])
+        nested = []
+        for name, f in model.model_fields.items():
+            kind = f.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                nested.append((f"[{name}]", kind))
+                continue
+            shown = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind).replace("typing.", "")
+            default = "required" if f.is_required() else "unset" if f.default is None else f"`{f.default!r}`"
+            out.append(f"| `{name}` | {shown.replace('|', chr(92) + '|')} | {default} | {(f.description or '').replace('|', chr(92) + '|')} |")
+        out.append("")
+        for t, k in nested:
+            table(t, k)
+
+    table("Top level", Config)
+    return "\n".join(out).rstrip() + "\n"

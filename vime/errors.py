@@ -1,0 +1,38 @@
+"""One kind of error for a person: what happened, where, what to do. The CLI prints it and exits 1, without a traceback."""
+
+import difflib
+
+
+class VimeError(Exception):
+    """A failure a user can act on.
+
+    Args:
+        what: what happened and where (file:line, key, engine id, URL), one line.
+        fix: what to do about it, one line.
+        log: tail of a log that shows the cause; printed under the line.
+    """
+
+    def __init__(self, what: str, fix: str = "", log: str = ""):
+        super().__init__(what, fix, log)  # all three in args, so that the error survives pickling between processes
+        self.what, self.fix, self.log = what, fix, log
+
+    def __str__(self) -> str:
+        line = self.what + (f" ({self.fix})" if self.fix else "")
+        return line + (f"\n--- log tail ---\n{self.log.rstrip()}" if self.log else "")
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """'did you mean ...?' for the closest valid name, or the list of them where none is close."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else "valid: " + ", ".join(sorted(valid))
+
+
+def tail(path: str, lines: int = 25) -> str:
+    """Last lines of a text file, for an error's log; empty where there is no such file."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(0, 2)
+            f.seek(max(0, f.tell() - 16384))
+            return "\n".join(f.read().decode(errors="replace").splitlines()[-lines:])
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,137 @@
+"""The Sample: one rollout's record. Token ids are the record; text is derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Status(str, Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """Field names are slime's, so that its users' plug-ins find what they expect.
+
+    `tokens` holds prompt ids followed by `response_length` response ids. The per-token arrays `loss_mask` (1 = trained),
+    `rollout_log_probs` (logprob of the sampled token under the sampling distribution, natural log) and `token_versions`
+    (weight version that sampled it, -1 for tokens no policy sampled) have length `response_length` each;
+    `append_tokens` is the only way to grow them.
+    """
+
+    group_index: int = 0
+    index: int = 0
+    rollout_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    status: Status = Status.PENDING
+    remove_sample: bool = False
+    session_id: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Weight versions that sampled this response's trained tokens, ascending, without repeats."""
+        return sorted({v for v in self.token_versions if v >= 0})
+
+    def append_tokens(
+        self, tokens: list[int], log_probs: list[float] | None = None, *, versions: list[int] | int | None = None, trainable: bool = True
+    ) -> None:
+        """Append response tokens with all their per-token data, or change nothing and raise.
+
+        Trainable tokens need one logprob and one weight version each (`versions` may be one int for all);
+        tokens that no policy sampled (tool output) take trainable=False and neither.
+
+        Raises: ValueError naming the sample on any length mismatch or missing logprob.
+        """
+        n = len(tokens)
+        if trainable:
+            if log_probs is None or len(log_probs) != n:
+                got = "no" if log_probs is None else len(log_probs)
+                raise ValueError(f"sample {self.index}: {n} trainable tokens came with {got} logprobs; missing logprobs are never filled in")
+            if versions is None:
+                raise ValueError(f"sample {self.index}: trainable tokens need the weight version that sampled them")
+            vers = [versions] * n if isinstance(versions, int) else list(versions)
+            if len(vers) != n:
+                raise ValueError(f"sample {self.index}: {n} tokens came with {len(vers)} weight versions")
+            lps = [float(x) for x in log_probs]
+        else:
+            if log_probs is not None:
+                raise ValueError(f"sample {self.index}: tokens that are not trained carry no logprobs")
+            lps, vers = [0.0] * n, [-1] * n
+        self.tokens = self.tokens + list(tokens)
+        self.loss_mask = self.loss_mask + [int(trainable)] * n
+        self.rollout_log_probs = self.rollout_log_probs + lps
+        self.token_versions = self.token_versions + vers
+        self.response_length += n
+
+    def check(self) -> None:
+        """Raises ValueError unless every per-token array has length `response_length`."""
+        for name in ("loss_mask", "rollout_log_probs", "token_versions"):
+            if len(getattr(self, name)) != self.response_length:
+                raise ValueError(f"sample {self.index}: {name} has {len(getattr(self, name))} entries for {self.response_length} response tokens")
+        if self.response_length > len(self.tokens):
+            raise ValueError(f"sample {self.index}: response_length {self.response_length} exceeds {len(self.tokens)} tokens")
+
+    def reward_value(self, key: str | None = None) -> float:
+        """The scalar reward; `key` picks it out of a dict reward.
+
+        Raises: ValueError where the sample has no reward or the dict no such key.
+        """
+        r = self.reward
+        if isinstance(r, dict):
+            if key is None or key not in r:
+                raise ValueError(f"sample {self.index}: reward is a dict with keys {sorted(r)}; set reward.key to one of them (now {key!r})")
+            r = r[key]
+        if r is None:
+            raise ValueError(f"sample {self.index} has no reward")
+        return float(r)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"status": self.status.value}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Sample:
+        return cls(**(d | {"status": Status(d["status"])}))
+
+
+@dataclass(frozen=True)
+class SampleMeta:
+    """What the controller sees of a sample: scalars only, constant size whatever the payload."""
+
+    index: int
+    group_index: int
+    rollout_id: int
+    prompt_length: int
+    response_length: int
+    trained_tokens: int
+    reward: float
+    status: Status
+    removed: bool
+    versions: tuple[int, ...]
+
+
+def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
+    """The controller's view of a finished sample; checks its arrays first."""
+    s.check()
+    return SampleMeta(
+        s.index, s.group_index, s.index if s.rollout_id is None else s.rollout_id, s.prompt_length, s.response_length,
+        0 if s.remove_sample else sum(s.loss_mask), s.reward_value(reward_key), s.status, s.remove_sample, tuple(s.weight_versions),
+    )
