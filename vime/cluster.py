@@ -1,0 +1,230 @@
+"""Ray: starts the servers, rollout workers and trainer ranks of one run, and ends them. Nothing else knows Ray."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+import ray
+import ray.exceptions as rex
+
+from vime.config import Config
+from vime.errors import VimeError
+from vime.observe.metrics import dump_samples
+from vime.procs import free_port
+from vime.rollout.engine import Engine
+from vime.rollout.health import Fleet
+from vime.rollout.router import Router
+from vime.rollout.worker import GroupReport, RolloutWorker
+from vime.sample import Sample
+from vime.trainer.batch import RankPlan
+from vime.trainer.engine import Trainer
+from vime.weights import Canary
+
+# The Ray errors that mean "the process behind it is gone", not "the code in it raised".
+DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.NodeDiedError)
+
+
+def cause(e: BaseException) -> BaseException:
+    """The exception that code inside an actor raised, without Ray's wrapping and its 40-line traceback."""
+    while isinstance(e, rex.RayTaskError) and isinstance(e.cause, BaseException) and e.cause is not e:
+        e = e.cause
+    return e
+
+
+class Cluster:
+    """The processes of one run. `with Cluster(cfg, folder) as c: c.start(checkpoint)`; leaving it ends everything that it started.
+
+    In sync mode servers and trainer take turns, so each gets all cores of a CPU machine (and waits passively).
+    """
+
+    def __init__(self, cfg: Config, folder: Path):
+        self.cfg, self.folder = cfg, folder
+        self.engines: list[Any] = []
+        self.workers: list[Any] = []
+        self.trainers: list[Any] = []
+        self.router: Router | None = None
+        self.fleet: Fleet | None = None
+        self.counts = {"worker_restarts": 0}
+        self._turn = itertools.count()
+        self._ray_pids: list[psutil.Process] = []
+        self._dumps: list[Any] = []
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- start and end
+
+    def start(self, checkpoint: Path | None) -> None:
+        """Start Ray, engines, router, workers and trainer ranks; returns when all of them answer.
+
+        Raises: VimeError of the first part that cannot start, with its log tail.
+        """
+        cfg, local = self.cfg, self.cfg.ray.address is None
+        try:
+            ray.init(
+                address=cfg.ray.address or "local",
+                num_cpus=1024 if local else None,
+                include_dashboard=False if local else None,
+                log_to_driver=False,
+                logging_level="ERROR",
+                namespace=f"vime-{cfg.name}",
+            )
+        except Exception as e:  # Ray raises half a dozen types here
+            raise VimeError(f"Ray did not start: {type(e).__name__}: {e}", f"ray.address = {cfg.ray.address!r}; see `vime doctor`") from e
+        if local:
+            me = psutil.Process()
+            self._ray_pids = [p for p in me.children(recursive=True) if p.name() in ("gcs_server", "raylet")]
+        threads = str(max(1, (os.cpu_count() or 1) // cfg.parallel.fsdp))
+        env = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
+        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
+        folder = str(self.folder.resolve())
+        urls = list(cfg.rollout.engines)
+        if not urls:
+            actor = ray.remote(Engine)
+            self.engines = [
+                actor.options(num_cpus=0, max_restarts=-1).remote(cfg, i, folder, free_port()) for i in range(cfg.rollout.num_engines)
+            ]
+        started = [e.start.remote() for e in self.engines]
+        trainer = ray.remote(Trainer).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
+        port = free_port()
+        self.trainers = [trainer.remote(cfg, r, cfg.parallel.fsdp, host, port) for r in range(cfg.parallel.fsdp)]
+        ready = [t.setup.remote(str(checkpoint) if checkpoint else None) for t in self.trainers]
+        urls = urls or self.gather(started, "engine")
+        self.router = Router(cfg, urls, folder)
+        url = self.router.start()
+        worker = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
+        self.workers = [worker.remote(cfg, url, i) for i in range(cfg.rollout.num_workers)]
+        self.fleet = Fleet(urls, self.restart_engine if self.engines else None, self.router)
+        self.fleet.probe()
+        self.gather(ready, "trainer rank")
+
+    def close(self) -> None:
+        """End what this run started, in reverse order; safe to call twice and after any failure."""
+        if self.fleet:
+            self.fleet.close()
+        if ray.is_initialized() and self.ray_alive():
+            stops = [e.stop.remote() for e in self.engines]
+            ray.wait(stops, num_returns=len(stops), timeout=20) if stops else None
+            for a in [*self.workers, *self.trainers, *self.engines]:
+                ray.kill(a)
+        if self.router:
+            self.router.stop()
+        self.fleet = self.router = None
+        self.engines, self.workers, self.trainers = [], [], []
+        ray.shutdown()
+
+    def restart_engine(self, i: int) -> None:
+        """Start engine i anew on its port. Ray itself restarts the actor where the actor's process died, too."""
+        for attempt in (1, 2):
+            try:
+                ray.get(self.engines[i].restart.remote())
+                return
+            except DEAD as e:
+                if attempt == 2:
+                    raise VimeError(f"engine {i}: the process that holds it keeps dying: {cause(e)}") from e
+            except rex.RayTaskError as e:
+                raise cause(e) from None
+
+    # ---------------------------------------------------------------- waiting
+
+    def ray_alive(self) -> bool:
+        return all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._ray_pids)
+
+    def check(self) -> None:
+        """Raises VimeError where Ray is gone or an engine cannot be brought back."""
+        if not self.ray_alive():
+            raise VimeError("Ray is gone: its gcs_server or raylet has ended", "rerun with --resume")
+        if self.fleet:
+            self.fleet.check()
+
+    def gather(self, refs: list[Any], who: str) -> list[Any]:
+        """Results of all refs, in order; fails as soon as one of them fails, so that no rank waits for a dead one."""
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
+            self.check()
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except DEAD as e:
+                    raise VimeError(f"{who} {refs.index(ref)} died: {str(e).splitlines()[0]}", "rerun with --resume") from e
+                except rex.RayTaskError as e:
+                    c = cause(e)
+                    if isinstance(c, VimeError):
+                        raise c from None
+                    raise VimeError(f"{who} {refs.index(ref)}: {type(c).__name__}: {c}", log=str(e)[-3000:]) from None
+        return ray.get(refs)
+
+    # ---------------------------------------------------------------- work
+
+    def run_groups(self, groups: list[list[Sample]], version: int, evaluation: bool = False) -> Iterator[tuple[GroupReport, Any]]:
+        """Generate and score groups on the workers; yields (report, reference to the samples) as each finishes.
+
+        The samples themselves stay in Ray's store until a trainer rank fetches them. A group whose worker died is done again.
+        Raises: VimeError of a failing reward, request or engine.
+        """
+        pending: dict[Any, tuple[list[Sample], Any]] = {}
+
+        def submit(group: list[Sample]) -> None:
+            worker = self.workers[next(self._turn) % len(self.workers)]
+            report, data = worker.run_group.options(num_returns=2).remote(group, version, evaluation)
+            pending[report] = (group, data)
+
+        for g in groups:
+            submit(g)
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=1.0)
+            self.check()
+            for ref in done:
+                group, data = pending.pop(ref)
+                try:
+                    report = ray.get(ref)
+                except DEAD:
+                    self.counts["worker_restarts"] += 1
+                    submit(group)
+                    continue
+                except rex.RayTaskError as e:
+                    c = cause(e)
+                    if isinstance(c, VimeError):
+                        raise c from None
+                    raise VimeError(f"group {group[0].group_index}: {type(c).__name__}: {c}", log=str(e)[-3000:]) from None
+                yield report, data
+
+    def train(self, step: int, plans: list[RankPlan], data: dict[int, Any]) -> dict[str, float]:
+        """One rollout step's optimizer steps on every rank; `data` maps group_index to the reference of its samples."""
+        refs = [
+            t.train.remote(step, plan, *[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})])
+            for t, plan in zip(self.trainers, plans, strict=True)
+        ]
+        return self.gather(refs, "trainer rank")[0]
+
+    def publish(self, version: int) -> None:
+        """Trainer -> servers: weights `version`, proven by fence and canary."""
+        path, canary = self.gather([t.publish.remote(version) for t in self.trainers], "trainer rank")[0]
+        assert self.fleet
+        self.fleet.publish(version, path, canary if self.cfg.weights.canary else None)
+
+    def save(self, folder: Path) -> None:
+        """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first."""
+        self.gather(self._dumps, "sample dump")
+        self._dumps = []
+        self.gather([t.save.remote(str(folder.resolve())) for t in self.trainers], "trainer rank")
+
+    def dump(self, path: Path, data: dict[int, Any]) -> None:
+        """Write a step's samples to a readable file, in a process of its own: the controller never holds them."""
+        task = ray.remote(dump_samples).options(num_cpus=0, max_retries=2)
+        self._dumps.append(task.remote(str(path.resolve()), *[data[g] for g in sorted(data)]))
+
+
+__all__ = ["Canary", "Cluster", "cause"]

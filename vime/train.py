@@ -1,0 +1,279 @@
+"""THE loop. One step: prompts -> groups -> rollout -> advantages -> shards -> optimizer step -> publish. Read it top to bottom."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from vime import config as configs
+from vime import hooks, rewards
+from vime.cluster import Cluster
+from vime.config import Config
+from vime.data.prompts import Prompts
+from vime.errors import VimeError
+from vime.observe.metrics import MetricLogger, plot
+from vime.rollout.worker import GroupReport
+from vime.sample import Sample, SampleMeta, Status
+from vime.trainer import checkpoint
+from vime.trainer.advantage import grpo
+from vime.trainer.batch import plan
+
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass
+class Inputs:
+    """What preflight read: everything the run needs that can be wrong before a process starts."""
+
+    prompts: Prompts
+    eval_prompts: Prompts | None
+
+
+class Interrupt:
+    """Ctrl-C once: finish the step and save. Twice: stop now."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __call__(self, *_: object) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        console.print("[yellow]Ctrl-C: finishing this step, then saving. Again to stop now.[/]")
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    flag = Interrupt()
+    old = {s: signal.signal(s, flag) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield flag
+    finally:
+        for s, handler in old.items():
+            signal.signal(s, handler)
+
+
+def preflight(cfg: Config) -> Inputs:
+    """Read model folder, data, hooks. Raises one VimeError that lists every fault found."""
+    faults: list[str] = []
+    tokenizer, inputs = None, {}
+    model = Path(cfg.model)
+    if not (model / "config.json").is_file() or not list(model.glob("*.safetensors")):
+        faults.append(
+            f"model = {cfg.model!r}: no such model folder (it must hold config.json, *.safetensors and a tokenizer); `vime model get smollm2-135m` makes one"
+        )
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+        except Exception as e:  # transformers raises many types for a broken tokenizer
+            faults.append(f"model = {cfg.model!r}: its tokenizer does not load: {e}")
+    room = cfg.rollout.max_context_len - cfg.rollout.max_response_len
+    for key, path, n in (
+        ("data.prompts", cfg.data.prompts, cfg.rollout.n_samples_per_prompt),
+        ("eval.prompts", cfg.eval.prompts, cfg.eval.n_samples_per_prompt),
+    ):
+        if path is None or (tokenizer is None and Path(path.partition("@")[0]).exists()):
+            continue
+        try:
+            inputs[key] = Prompts(cfg.data, path, tokenizer, n, cfg.seed, room)
+        except VimeError as e:
+            faults.append(f"{key}: {e}")
+    for check in (
+        lambda: rewards.resolve(cfg.reward),
+        lambda: hooks.load(cfg.rollout.custom_generate, "rollout.custom_generate", 3) if cfg.rollout.custom_generate else None,
+    ):
+        try:
+            check()
+        except VimeError as e:
+            faults.append(str(e))
+    if faults:
+        raise VimeError(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found before the start:\n  " + "\n  ".join(faults))
+    return Inputs(inputs["data.prompts"], inputs.get("eval.prompts"))
+
+
+def describe(cfg: Config, inputs: Inputs) -> str:
+    """What a run of this configuration would do: --dry-run."""
+    r = cfg.rollout
+    group = inputs.prompts.peek()
+    servers = ", ".join(r.engines) or f"{r.num_engines} vLLM server{'s' if r.num_engines > 1 else ''}"
+    return "\n".join([
+        f"run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}",
+        f"data       {cfg.data.prompts}: {len(inputs.prompts)} prompts" + (f"; eval {cfg.eval.prompts}: {len(inputs.eval_prompts)}" if inputs.eval_prompts else "; no eval"),
+        f"rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)",
+        f"train      {cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)} optimizer step(s) a rollout step on {cfg.parallel.fsdp} rank(s), "
+        f"{cfg.train.dtype}, lr {cfg.train.lr:g}",
+        f"reward     {cfg.reward.function}",
+        f"1st prompt {len(group.tokens)} tokens, label {group.label!r}: {inputs.prompts.text(group)!r}",
+    ])  # fmt: skip
+
+
+def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
+    """Make the run's folder, or find the checkpoint to resume from. Returns the checkpoint's folder."""
+    folder = cfg.folder
+    if resume:
+        ckpt = checkpoint.latest(folder / "checkpoints")
+        if ckpt is None:
+            raise VimeError(f"{folder}/checkpoints holds no complete checkpoint to resume from", "start without --resume")
+        return ckpt
+    if folder.exists() and any(folder.iterdir()):
+        if not overwrite:
+            raise VimeError(f"{folder} exists already", "continue it with --resume, replace it with --overwrite, or give another name=...")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return None
+
+
+def rollout(cfg: Config, cluster: Cluster, prompts: Prompts, version: int) -> tuple[list[GroupReport], dict[int, Any], dict[str, int]]:
+    """One step's groups: batch_size of them, each replaced by the next prompt where it was dropped.
+
+    Returns: reports ordered by group_index, references to their samples by group_index, drops counted by reason.
+    """
+    reports: list[GroupReport] = []
+    data: dict[int, Any] = {}
+    dropped: dict[str, int] = {}
+    want = cfg.rollout.batch_size
+    limit = 10 * want  # a reward that fails for every group would otherwise draw prompts forever
+    while len(reports) < want:
+        for report, ref in cluster.run_groups(prompts.next(want - len(reports)), version):
+            if report.dropped:
+                dropped[report.dropped] = dropped.get(report.dropped, 0) + 1
+                if sum(dropped.values()) > limit:
+                    raise VimeError(f"{sum(dropped.values())} groups dropped in one step: {dropped}", "look at the reward function")
+                continue
+            reports.append(report)
+            data[report.group_index] = ref
+    reports.sort(key=lambda r: r.group_index)
+    return reports, data, dropped
+
+
+def evaluate(cluster: Cluster, prompts: Prompts, n: int, version: int) -> dict[str, float]:
+    """Mean reward over the whole held-out file."""
+    metas = [m for report, _ in cluster.run_groups(prompts.all(n), version, evaluation=True) for m in report.metas]
+    return {
+        "eval/reward": float(np.mean([m.reward for m in metas])),
+        "eval/response_len": float(np.mean([m.response_length for m in metas])),
+        "eval/truncated": float(np.mean([m.status is Status.TRUNCATED for m in metas])),
+    }
+
+
+def rollout_metrics(reports: list[GroupReport], metas: list[SampleMeta], dropped: dict[str, int], seconds: float) -> dict[str, float]:
+    by_group: dict[int, set[float]] = {}
+    for m in metas:
+        by_group.setdefault(m.group_index, set()).add(m.reward)
+    tokens = sum(m.response_length for m in metas)
+    return {
+        "rollout/raw_reward": float(np.mean([m.reward for m in metas])),
+        "rollout/reward_std": float(np.std([m.reward for m in metas])),
+        "rollout/response_len": tokens / len(metas),
+        "rollout/truncated": float(np.mean([m.status is Status.TRUNCATED for m in metas])),
+        "rollout/mixed_groups": float(np.mean([len(v) > 1 for v in by_group.values()])),
+        "rollout/retries": float(sum(r.retries for r in reports)),
+        "rollout/fenced": float(sum(r.fenced for r in reports)),
+        "perf/rollout_s": seconds,
+        "perf/rollout_tokens_per_s": tokens / seconds,
+        **{f"rollout/dropped_{k}": float(v) for k, v in dropped.items()},
+    }
+
+
+def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
+    """Run the job. Returns the exit code: 0, or 130 after Ctrl-C.
+
+    Raises: VimeError for anything a person can act on.
+    """
+    inputs = preflight(cfg)
+    ckpt = open_folder(cfg, resume, overwrite)
+    folder, start = cfg.folder, 0
+    if ckpt:
+        state = json.loads((ckpt / "state.json").read_text())
+        start = state["step"]
+        inputs.prompts.load_state(state["prompts"])
+        if start >= cfg.train.steps:
+            raise VimeError(f"{ckpt} is at step {start} of train.steps = {cfg.train.steps}: a resume would do nothing", "raise train.steps")
+    (folder / "samples").mkdir(exist_ok=True)
+    (folder / "config.toml").write_text(configs.dump(cfg))
+    log = MetricLogger(cfg, folder, cfg.train.steps, start)
+    saved = start
+
+    def save(step: int) -> None:
+        nonlocal saved
+        state = {"step": step, "prompts": inputs.prompts.state(), "samples_per_step": cfg.samples_per_step}
+        checkpoint.write(folder / "checkpoints", step, state, cluster.save, cfg.checkpoint.keep)
+        saved = step
+
+    with interruptible() as interrupt, Cluster(cfg, folder) as cluster:
+        try:
+            t = time.monotonic()
+            with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
+                cluster.start(ckpt)
+                assert cluster.fleet
+                cluster.publish(start)
+                cluster.fleet.watch()
+            console.print(f"started in {time.monotonic() - t:.0f} s; weights v{start} published to {len(cluster.fleet.urls)} engine(s)")
+            first: dict[str, float] = {}
+            if inputs.eval_prompts and start == 0:
+                first = evaluate(cluster, inputs.eval_prompts, cfg.eval.n_samples_per_prompt, 0)
+                log.log(0, first)
+            for step in range(start + 1, cfg.train.steps + 1):
+                t0 = time.monotonic()
+                reports, data, dropped = rollout(cfg, cluster, inputs.prompts, version=step - 1)
+                t1 = time.monotonic()
+
+                metas = [m for r in reports for m in r.metas]
+                advantages = grpo(
+                    np.array([m.reward for m in metas]),
+                    np.array([m.group_index for m in metas]),
+                    np.array([m.rollout_id for m in metas]),
+                    cfg.algo.normalize_std,
+                )
+                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
+                t2 = time.monotonic()
+
+                cluster.publish(step)
+                t3 = time.monotonic()
+                if cfg.log.samples:
+                    cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
+                assert cluster.fleet
+                metrics = (
+                    rollout_metrics(reports, metas, dropped, t1 - t0) | stats | {"weights/sync_s": t3 - t2, "weights/version": float(step)}
+                )
+                metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
+                last = step == cfg.train.steps or interrupt.requested
+                if inputs.eval_prompts and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
+                    metrics |= evaluate(cluster, inputs.eval_prompts, cfg.eval.n_samples_per_prompt, step)
+                metrics["perf/step_s"] = time.monotonic() - t0
+                log.log(step, metrics)
+                if step % cfg.checkpoint.interval == 0 or last:
+                    save(step)
+                if last:
+                    break
+        finally:
+            log.close()
+    picture = plot(folder)
+    if interrupt.requested and saved < cfg.train.steps:
+        console.print(f"stopped after step {saved}, saved; continue with --resume")
+        return 130
+    report(folder, first, metrics, picture)
+    return 0
+
+
+def report(folder: Path, first: dict[str, float], last: dict[str, float], picture: Path) -> None:
+    """The run in three lines: reward before and after, where the picture is."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve = [r["rollout/raw_reward"] for r in rows if "rollout/raw_reward" in r]
+    console.print(f"reward, sampled while training: {curve[0]:.3f} -> {curve[-1]:.3f} (first -> last step)")
+    evals = [r["eval/reward"] for r in rows if "eval/reward" in r]
+    if len(evals) > 1:
+        console.print(f"reward, held-out prompts:       {evals[0]:.3f} -> {evals[-1]:.3f} (before -> after)")
+    console.print(f"curve: {picture}   metrics: {folder}/metrics.jsonl   samples: {folder}/samples/   model: {folder}/checkpoints/")
