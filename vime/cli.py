@@ -97,7 +97,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    p = parser()
+    args, rest = p.parse_known_args(argv)  # argparse does not take overrides after an option by itself
+    if rest and (not hasattr(args, "overrides") or any(r.startswith("-") for r in rest)):
+        p.error("unrecognized arguments: " + " ".join(rest))
+    if rest:
+        args.overrides += rest
     try:
         return run(args)
     except VimeError as e:

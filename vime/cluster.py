@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,6 @@ from vime.rollout.worker import GroupReport, RolloutWorker
 from vime.sample import Sample
 from vime.trainer.batch import RankPlan
 from vime.trainer.engine import Trainer
-from vime.weights import Canary
 
 # The Ray errors that mean "the process behind it is gone", not "the code in it raised".
 DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.NodeDiedError)
@@ -108,6 +108,15 @@ class Cluster:
         self.fleet = Fleet(urls, self.restart_engine if self.engines else None, self.router)
         self.fleet.probe()
         self.gather(ready, "trainer rank")
+        self.write_pids()
+
+    def write_pids(self) -> None:
+        """processes.json: who is who, for a person with py-spy, gdb or kill."""
+        actors = {f"worker-{i}": a for i, a in enumerate(self.workers)} | {f"trainer-{i}": a for i, a in enumerate(self.trainers)}
+        pids = {k: a.__ray_call__.remote(lambda _: os.getpid()) for k, a in actors.items()}
+        pids |= {f"engine-{i}": a.pid.remote() for i, a in enumerate(self.engines)}
+        found = {"driver": os.getpid(), "router": self.router.pid if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
+        (self.folder / "processes.json").write_text(json.dumps(found | dict(zip(pids, ray.get(list(pids.values())))), indent=1))
 
     def close(self) -> None:
         """End what this run started, in reverse order; safe to call twice and after any failure."""
@@ -157,14 +166,25 @@ class Cluster:
             for ref in done:
                 try:
                     ray.get(ref)
-                except DEAD as e:
-                    raise VimeError(f"{who} {refs.index(ref)} died: {str(e).splitlines()[0]}", "rerun with --resume") from e
-                except rex.RayTaskError as e:
-                    c = cause(e)
-                    if isinstance(c, VimeError):
-                        raise c from None
-                    raise VimeError(f"{who} {refs.index(ref)}: {type(c).__name__}: {c}", log=str(e)[-3000:]) from None
+                except (*DEAD, rex.RayTaskError):
+                    raise self.blame(refs, who) from None
         return ray.get(refs)
+
+    def blame(self, refs: list[Any], who: str) -> VimeError:
+        """The error to show when one of refs failed: the rank that died, rather than its peers that lost the connection to it."""
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=3)
+        found: dict[str, VimeError] = {}
+        for ref in done:
+            name = f"{who} {refs.index(ref)}"
+            try:
+                ray.get(ref)
+            except DEAD as e:
+                found["died"] = VimeError(f"{name} died: {str(e).splitlines()[0]}", "rerun with --resume")
+            except rex.RayTaskError as e:
+                c = cause(e)
+                known = isinstance(c, VimeError)
+                found["known" if known else "raised"] = c if known else VimeError(f"{name}: {type(c).__name__}: {c}", log=str(e)[-3000:])
+        return found.get("died") or found.get("known") or found["raised"]
 
     # ---------------------------------------------------------------- work
 
@@ -194,11 +214,8 @@ class Cluster:
                     self.counts["worker_restarts"] += 1
                     submit(group)
                     continue
-                except rex.RayTaskError as e:
-                    c = cause(e)
-                    if isinstance(c, VimeError):
-                        raise c from None
-                    raise VimeError(f"group {group[0].group_index}: {type(c).__name__}: {c}", log=str(e)[-3000:]) from None
+                except rex.RayTaskError:
+                    raise self.blame([ref], f"group {group[0].group_index}, part") from None
                 yield report, data
 
     def train(self, step: int, plans: list[RankPlan], data: dict[int, Any]) -> dict[str, float]:
@@ -213,7 +230,8 @@ class Cluster:
         """Trainer -> servers: weights `version`, proven by fence and canary."""
         path, canary = self.gather([t.publish.remote(version) for t in self.trainers], "trainer rank")[0]
         assert self.fleet
-        self.fleet.publish(version, path, canary if self.cfg.weights.canary else None)
+        tol = self.cfg.weights.canary_tol or (1e-3 if self.cfg.vllm.get("dtype", self.cfg.train.dtype) == "float32" else 0.25)
+        self.fleet.publish(version, path, canary if self.cfg.weights.canary else None, tol)
 
     def save(self, folder: Path) -> None:
         """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first."""
@@ -226,5 +244,3 @@ class Cluster:
         task = ray.remote(dump_samples).options(num_cpus=0, max_retries=2)
         self._dumps.append(task.remote(str(path.resolve()), *[data[g] for g in sorted(data)]))
 
-
-__all__ = ["Canary", "Cluster", "cause"]

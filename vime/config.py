@@ -24,7 +24,9 @@ class DataConfig(Section):
     input_key: str = Field("prompt", description="column of the prompt: a string or a list of chat messages")
     label_key: str = Field("label", description="column of the label given to the reward")
     metadata_key: str = Field("metadata", description="column of a dict kept on the sample")
-    apply_chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template (a string becomes one user message)")
+    apply_chat_template: bool = Field(
+        True, description="render the prompt with the tokenizer's chat template (a string becomes one user message)"
+    )
     chat_template: str | None = Field(None, description="a Jinja chat template that replaces the tokenizer's own")
     shuffle: bool = Field(True, description="a new permutation each epoch, drawn from (seed, epoch); false keeps file order")
 
@@ -51,7 +53,9 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> RolloutConfig:
         if self.max_response_len >= self.max_context_len:
-            raise ValueError(f"max_response_len {self.max_response_len} leaves no room for a prompt in max_context_len {self.max_context_len}")
+            raise ValueError(
+                f"max_response_len {self.max_response_len} leaves no room for a prompt in max_context_len {self.max_context_len}"
+            )
         return self
 
 
@@ -61,7 +65,9 @@ class RewardConfig(Section):
     function: str = Field("math", description="math | exact | regex | package.module:function")
     pattern: str | None = Field(None, description="for regex: the answer is the last match's first group (or the whole match)")
     key: str | None = Field(None, description="which entry of a dict reward is trained on")
-    on_error: Literal["raise", "skip"] = Field("raise", description="skip: a group with a failing reward is dropped and counted, and replaced by another")
+    on_error: Literal["raise", "skip"] = Field(
+        "raise", description="skip: a group with a failing reward is dropped and counted, and replaced by another"
+    )
     timeout: float = Field(60, gt=0, description="seconds a reward call may take")
 
     @model_validator(mode="after")
@@ -87,7 +93,8 @@ class AlgoConfig(Section):
 
 class LossConfig(Section):
     aggregate: Literal["sample-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
-        "sample-mean", description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: over all tokens of the step"
+        "sample-mean",
+        description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: over all tokens of the step",
     )
 
 
@@ -97,7 +104,9 @@ class TrainConfig(Section):
     mode: Literal["sync"] = Field("sync", description="sync: generate, then train (max_staleness = 0)")
     max_staleness: Literal[0] = Field(0, description="weight versions a sample may lag behind the step that trains it")
     steps: int = Field(100, ge=1, description="rollout steps in the whole run")
-    global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one optimizer step")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one optimizer step"
+    )
     lr: float = Field(1e-6, gt=0)
     min_lr: float = Field(0.0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -110,7 +119,10 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; master weights and optimizer are always fp32")
     max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
     gradient_checkpointing: bool = False
-    skip_zero_advantage: bool = Field(True, description="leave samples that give no gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss and gradient stay exact, train/* means then cover the rest")
+    skip_zero_advantage: bool = Field(
+        True,
+        description="leave samples that give no gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss and gradient stay exact, train/* means then cover the rest",
+    )
     logprob_chunk: int = Field(1024, ge=1, description="tokens per chunk of the vocabulary projection")
 
 
@@ -189,7 +201,9 @@ class Config(Section):
         if self.algo.advantage_estimator == "grpo" and self.rollout.n_samples_per_prompt == 1:
             faults.append("GRPO needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
         if (self.rollout.top_p < 1 or self.rollout.top_k > 0) and not faults:
-            faults.append("rollout.top_p < 1 and top_k > 0 change the sampling distribution, which the trainer does not replay: use 1 and -1")
+            faults.append(
+                "rollout.top_p < 1 and top_k > 0 change the sampling distribution, which the trainer does not replay: use 1 and -1"
+            )
         if faults:
             raise ValueError("; ".join(faults))
         return self
@@ -268,10 +282,24 @@ def dump(cfg: Config) -> str:
 
 def reference() -> str:
     """docs/config.md: every key with type, default and meaning, generated from the tree."""
-    out = ["# Configuration", "", "Generated by `vime config --reference`; do not edit. Every key can be overridden on the command line: `vime train run.toml train.lr=1e-6`.", ""]
+    out = [
+        "# Configuration",
+        "",
+        "Generated by `make docs`; do not edit. Every key can be overridden on the command line: `vime train run.toml train.lr=1e-6`.",
+        "",
+    ]
 
     def table(title: str, model: type[BaseModel]) -> None:
-        out.extend([f"## {title}", "", (model.__doc__ or "").strip() if model.__doc__ != Section.__doc__ else "", "", "| key | type | default | meaning |", "|---|---|---|---|"])
+        out.extend(
+            [
+                f"## {title}",
+                "",
+                (model.__doc__ or "").strip() if model.__doc__ != Section.__doc__ else "",
+                "",
+                "| key | type | default | meaning |",
+                "|---|---|---|---|",
+            ]
+        )
         nested = []
         for name, f in model.model_fields.items():
             kind = f.annotation
@@ -280,7 +308,9 @@ def reference() -> str:
                 continue
             shown = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind).replace("typing.", "")
             default = "required" if f.is_required() else "unset" if f.default is None else f"`{f.default!r}`"
-            out.append(f"| `{name}` | {shown.replace('|', chr(92) + '|')} | {default} | {(f.description or '').replace('|', chr(92) + '|')} |")
+            out.append(
+                f"| `{name}` | {shown.replace('|', chr(92) + '|')} | {default} | {(f.description or '').replace('|', chr(92) + '|')} |"
+            )
         out.append("")
         for t, k in nested:
             table(t, k)

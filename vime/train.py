@@ -23,7 +23,7 @@ from vime.data.prompts import Prompts
 from vime.errors import VimeError
 from vime.observe.metrics import MetricLogger, plot
 from vime.rollout.worker import GroupReport
-from vime.sample import Sample, SampleMeta, Status
+from vime.sample import SampleMeta, Status
 from vime.trainer import checkpoint
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan

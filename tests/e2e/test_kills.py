@@ -52,7 +52,7 @@ def test_rank_driver_or_ray_is_killed_and_resume_continues(tmp_path, tiny_model,
         assert code != 0
         assert j.left_behind() == []
         if who != "driver":
-            last = [line for line in j.printed.splitlines() if "error" in line]
+            last = [line for line in j.printed.splitlines() if line.startswith("vime: error")]
             assert len(last) == 1 and "--resume" in last[0], j.printed[-3000:]
             assert "Traceback" not in j.printed
         assert j.run("--resume") == 0, j.printed[-3000:]

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# How a server begins its refusal of an update that it found wrong before it touched its model.
+UNTOUCHED = "weights refused, the model is unchanged"
+
 
 @dataclass(frozen=True)
 class Canary:

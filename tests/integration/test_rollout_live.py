@@ -1,0 +1,336 @@
+"""Rollout against one real vLLM server and a real router: generation, weights, faults, healing. Tests that kill come last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.conftest import Server, merged
+from vime.config import Config, validate
+from vime.errors import VimeError
+from vime.procs import descendants
+from vime.rollout.engine import Engine
+from vime.rollout.health import Fleet
+from vime.rollout.http import EngineClient, EngineDown
+from vime.rollout.router import Router
+from vime.rollout.worker import RolloutWorker
+from vime.sample import Sample, Status
+from vime.weights import Canary
+
+PROMPT = [1, *range(3, 12)]
+LONG = [1, *(3 + i % 26 for i in range(60))]  # more than one cache block of 32 tokens
+
+
+def score(model: PreTrainedModel, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Transformers' logprobs of tokens 1..n-1."""
+    with torch.no_grad():
+        rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].float() / temperature, -1)
+    return rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+class Policy:
+    """Weights v, made by noise on the tiny model: the file, the model to compare with, and its canary."""
+
+    def __init__(self, base: Path, folder: Path, version: int):
+        self.version, self.path = version, str(folder / f"v{version}.safetensors")
+        self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.add_(torch.randn_like(p) * 0.05)
+        self.tensors = {k: t.contiguous() for k, t in self.model.state_dict().items() if k != "lm_head.weight"}
+        save_file(self.tensors, self.path)
+        self.canary = Canary(PROMPT, score(self.model, PROMPT))
+
+    def publish(self, fleet: Fleet) -> Policy:
+        fleet.publish(self.version, self.path, self.canary, tol=1e-4)
+        return self
+
+
+class Stack:
+    """The session's server behind a router of this module, with the fleet that publishes to it."""
+
+    def __init__(self, server: Server, folder: Path):
+        self.server, self.folder, self.version = server, folder, 0
+        self.router = Router(server.cfg, [server.url], str(folder))
+        self.url = self.router.start()
+        self.restarts = 0
+        self.fleet = Fleet([server.url], self.restart, self.router)
+
+    def restart(self, i: int) -> None:
+        assert i == 0
+        self.restarts += 1
+        self.server.engine.restart()
+
+    def policy(self) -> Policy:
+        self.version += 1
+        return Policy(Path(self.server.cfg.model), self.folder, self.version)
+
+    def worker(self, **changes: object) -> RolloutWorker:
+        tree = merged(self.server.cfg.model_dump(), {"reward": {"function": "tests.integration.plugins:length"}})
+        return RolloutWorker(validate(merged(tree, changes), "test"), self.url, 0)
+
+
+@pytest.fixture(scope="module")
+def stack(tiny_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    s = Stack(tiny_server, tmp_path_factory.mktemp("rollout"))
+    try:
+        s.fleet.probe()
+        yield s
+    finally:
+        s.fleet.close()
+        s.router.stop()
+
+
+def group(n: int = 4, tokens: list[int] = PROMPT, at: int = 0) -> list[Sample]:
+    return [Sample(group_index=at, index=at * n + i, rollout_id=at * n + i, prompt="abc", tokens=list(tokens)) for i in range(n)]
+
+
+def ask(url: str, *calls: Callable):
+    """Run each call(client) in one event loop; their results."""
+
+    async def go():
+        client = EngineClient(url)
+        try:
+            return [await c(client) for c in calls]
+        finally:
+            await client.close()
+
+    return asyncio.run(go())
+
+
+def run(worker: RolloutWorker, *groups: list[Sample], version: int, evaluation: bool = False):
+    async def go():
+        try:
+            return await asyncio.gather(*(worker.run_group(g, version, evaluation) for g in groups))
+        finally:
+            await worker.close()
+
+    return asyncio.run(go())
+
+
+# ------------------------------------------------------------------ generation
+
+
+def test_groups_come_back_aligned_with_true_logprobs(stack: Stack) -> None:
+    policy = stack.policy().publish(stack.fleet)
+    groups = [group(at=i) for i in range(6)]
+    results = run(stack.worker(rollout={"temperature": 0.7}), *groups, version=policy.version)
+    for before, (report, samples) in zip(groups, results):
+        assert [s.index for s in samples] == [s.index for s in before] and before[0].response_length == 0
+        assert (report.retries, report.fenced, report.dropped) == (0, 0, None)
+        assert [m.reward for m in report.metas] == [s.response_length for s in samples]
+        assert report.tokens == sum(s.response_length for s in samples) and report.generate_s > 0
+        for s in samples:
+            s.check()
+            assert s.weight_versions == [policy.version] and s.tokens[: len(PROMPT)] == PROMPT
+            assert s.status == (Status.COMPLETED if s.tokens[-1] == 2 else Status.TRUNCATED)
+            want = score(policy.model, s.tokens, 0.7)[len(PROMPT) - 1 :]
+            assert max(abs(a - b) for a, b in zip(s.rollout_log_probs, want, strict=True)) < 1e-4
+    assert len({tuple(s.tokens) for _, ss in results for s in ss}) > 12  # samples differ
+
+
+def test_response_is_cut_at_the_context(stack: Stack) -> None:
+    cfg = stack.server.cfg
+    long = [1] + [5] * (cfg.rollout.max_context_len - 4)
+    ((_, samples),) = run(stack.worker(), group(2, long), version=stack.version)
+    assert all(1 <= s.response_length <= 3 and len(s.tokens) <= cfg.rollout.max_context_len for s in samples)
+
+
+def test_greedy_evaluation_of_a_group(stack: Stack) -> None:
+    worker = stack.worker(eval={"temperature": 0.0, "max_response_len": 5})
+    ((_, samples),) = run(worker, group(3), version=stack.version, evaluation=True)
+    assert len({tuple(s.tokens) for s in samples}) == 1 and samples[0].response_length <= 5
+
+
+def test_custom_generate_with_tool_tokens(stack: Stack) -> None:
+    worker = stack.worker(rollout={"custom_generate": "tests.integration.plugins:twice"})
+    ((report, samples),) = run(worker, group(3), version=stack.version)
+    assert report.fenced == 0 and all(s.metadata["turns"] == 2 for s in samples)
+    for s in samples:
+        first = s.loss_mask.index(0)
+        assert s.loss_mask[first : first + 2] == [0, 0] and s.token_versions[first : first + 2] == [-1, -1]
+
+
+def test_failing_plugins_name_the_sample(stack: Stack) -> None:
+    with pytest.raises(VimeError, match=r"crash.*sample 0 \(prompt 'abc'\).*RuntimeError: sandbox lost"):
+        run(stack.worker(rollout={"custom_generate": "tests.integration.plugins:crash"}), group(1), version=stack.version)
+    broken = {"function": "tests.integration.plugins:broken"}
+    with pytest.raises(VimeError, match=r"sample \d \(prompt 'abc'\).*no such answer") as e:
+        run(stack.worker(reward=broken), group(2), version=stack.version)
+    assert "on_error" in e.value.fix
+    ((report, _),) = run(stack.worker(reward=broken | {"on_error": "skip"}), group(2), version=stack.version)
+    assert report.dropped == "reward_error" and report.metas == []
+
+
+def test_wrong_requests_fail_at_once(stack: Stack) -> None:
+    begun = time.monotonic()
+    with pytest.raises(VimeError, match=r"http://127.*HTTP 400.*out of vocabulary") as e:
+        run(stack.worker(), group(2, [1, 99999]), version=stack.version)
+    assert not isinstance(e.value, EngineDown) and time.monotonic() - begun < 5
+    with pytest.raises(VimeError, match="lacks /nonsense"):
+        ask(stack.server.url, lambda c: c.probe({"/nonsense", "/health"}))
+
+
+def test_the_fence_refuses_other_weights(stack: Stack) -> None:
+    with pytest.raises(VimeError, match=rf"fenced.*weights 999 were asked for, the servers sampled with \[{stack.version}\]"):
+        run(stack.worker(rollout={"request_timeout": 2.0}), group(2), version=999)
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_updates_reach_every_tensor_the_tied_head_included(stack: Stack) -> None:
+    for _ in range(2):  # the second must not see anything of the first
+        policy = stack.policy().publish(stack.fleet)
+        (theirs,) = ask(stack.server.url, lambda c: c.prompt_logprobs(LONG))
+        assert max(abs(a - b) for a, b in zip(theirs, score(policy.model, LONG), strict=True)) < 1e-4
+        assert ask(stack.server.url, lambda c: c.weight_version()) == [policy.version]
+    assert max(abs(a - b) for a, b in zip(theirs, stack_base(stack))) > 0.1  # the comparison can fail
+
+
+def stack_base(stack: Stack) -> list[float]:
+    return score(AutoModelForCausalLM.from_pretrained(stack.server.cfg.model, dtype=torch.float32), LONG)
+
+
+def test_cached_prefixes_of_old_weights_are_never_used(stack: Stack) -> None:
+    def hits() -> float:
+        return ask(stack.server.url, lambda c: c.metrics())[0]["vllm:prefix_cache_hits_total"]
+
+    def sample() -> Sample:
+        ((_, (s,)),) = run(stack.worker(), group(1, LONG), version=stack.version)
+        return s
+
+    stack.policy().publish(stack.fleet)
+    sample()
+    before = hits()
+    sample()
+    assert hits() > before  # this prompt is cached now
+    policy, before = stack.policy().publish(stack.fleet), hits()
+    s = sample()
+    assert hits() == before
+    want = score(policy.model, s.tokens)[len(LONG) - 1 :]
+    assert max(abs(a - b) for a, b in zip(s.rollout_log_probs, want, strict=True)) < 1e-4
+
+
+def test_requests_in_flight_go_on_with_the_new_weights_and_no_old_cache(stack: Stack) -> None:
+    policy = stack.policy()
+    params = {"n": 32, "max_tokens": 100, "ignore_eos": True}
+
+    async def go():
+        client = EngineClient(stack.server.url)
+        request = asyncio.create_task(client.generate(PROMPT, params))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(policy.publish, stack.fleet)
+        done = await request
+        await client.close()
+        return done
+
+    cut = 0
+    for c in asyncio.run(go()):
+        old, new = policy.version - 1, policy.version
+        assert set(c.versions) <= {old, new} and c.versions == sorted(c.versions) and len(c.token_ids) == 100
+        if set(c.versions) == {old, new}:
+            cut += 1
+            want = score(policy.model, PROMPT + c.token_ids)[len(PROMPT) - 1 :]
+            assert max(abs(a - b) for a, b, v in zip(c.log_probs, want, c.versions) if v == new) < 1e-4
+    assert cut > 0
+
+
+def test_bad_weight_files_are_refused_in_one_line_and_harm_nothing(stack: Stack) -> None:
+    good = stack.policy().publish(stack.fleet)
+    cut = stack.folder / "cut.safetensors"
+    cut.write_bytes(Path(good.path).read_bytes()[:-1000])
+    for path, why in ((stack.folder / "none.safetensors", "No such file"), (cut, "not fully covered")):
+        with pytest.raises(VimeError) as e:
+            stack.fleet.publish(good.version + 1, str(path), None)
+        line = str(e.value)
+        assert "\n" not in line and f"engine 0 ({stack.server.url}): weights v{good.version + 1} did not take: {path}" in line and why in line
+    assert stack.restarts == 0
+    ((report, _),) = run(stack.worker(), group(2), version=good.version)
+    assert report.fenced == 0
+
+
+def test_the_canary_finds_weights_that_are_not_the_trainers(stack: Stack) -> None:
+    other, wrong = stack.policy(), stack.policy()
+    with pytest.raises(VimeError, match=rf"engine 0 \(http.*\): weights v{other.version} did not take: its logprobs .* are off by"):
+        stack.fleet.publish(other.version, other.path, wrong.canary)
+    wrong.publish(stack.fleet)
+
+
+# ------------------------------------------------------------------ faults
+
+
+def test_a_half_loaded_server_is_healed_with_the_last_good_weights(stack: Stack) -> None:
+    good = stack.policy().publish(stack.fleet)
+    part = str(stack.folder / "part.safetensors")
+    save_file({k: t for k, t in good.tensors.items() if "layers.1" not in k}, part)
+    with pytest.raises(VimeError, match=rf"weights v{good.version + 1} did not take: .*no weights for") as e:
+        stack.fleet.publish(good.version + 1, part, None)
+    assert "\n" not in str(e.value) and stack.restarts == 1
+    ((report, (s, _)),) = run(stack.worker(), group(2), version=good.version)
+    assert report.fenced == 0
+    want = score(good.model, s.tokens)[len(PROMPT) - 1 :]
+    assert max(abs(a - b) for a, b in zip(s.rollout_log_probs, want, strict=True)) < 1e-4
+
+
+def victims(stack: Stack) -> dict[str, int]:
+    api = stack.server.engine.pid()
+    core = next(p for p in descendants(api) if "EngineCore" in Path(f"/proc/{p}/comm").read_text() + Path(f"/proc/{p}/cmdline").read_text())
+    return {"api server": api, "engine core": core, "router": stack.router.pid}
+
+
+def test_killed_processes_are_brought_back_and_their_requests_redone(stack: Stack) -> None:
+    """kill -9 of the API server, of EngineCore and of the router, each mid-generation."""
+    policy = stack.policy().publish(stack.fleet)
+    stack.fleet.watch()
+    for who in ("router", "api server", "engine core"):
+        pid, counts = victims(stack)[who], dict(stack.fleet.counts)
+        old = descendants(stack.server.engine.pid())
+        worker = stack.worker(rollout={"max_response_len": 110}, reward={"function": "tests.integration.plugins:length"})
+        worker.client, groups = EngineClient(stack.url), [group(8, at=i) for i in range(8)]
+
+        async def go(worker=worker, groups=groups, pid=pid):
+            tasks = [asyncio.create_task(worker.run_group(g, policy.version)) for g in groups]
+            await asyncio.sleep(0.2)
+            os.kill(pid, signal.SIGKILL)
+            done = await asyncio.gather(*tasks)
+            await worker.close()
+            return done
+
+        results = asyncio.run(go())
+        assert sum(r.retries for r, _ in results) > 0, who
+        for report, samples in results:
+            assert len(report.metas) == 8 and all(s.weight_versions == [policy.version] for s in samples)
+        what = "router_restarts" if who == "router" else "engine_restarts"
+        assert stack.fleet.counts[what] > counts[what]
+        if who != "router":
+            assert not any(Path(f"/proc/{p}").exists() for p in old), "orphans of the killed server"
+        stack.fleet.check()
+
+
+# ------------------------------------------------------------------ servers that do not start
+
+
+def test_server_that_cannot_start_says_why_in_one_screen(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-kind"}')
+    engine = Engine(make_config(model=str(tmp_path)), 0, str(tmp_path))
+    with pytest.raises(VimeError, match=r"vLLM server 0 failed to start \(exit code 1\): .*no-such-kind") as e:
+        engine.start()
+    assert len(str(e.value).splitlines()) <= 25 and "engine-0.log" in e.value.fix
+    assert not engine.alive()
+
+
+def test_router_that_cannot_start_says_why(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    router = Router(make_config(router={"policy": "no-such-policy"}), ["http://127.0.0.1:9"], str(tmp_path))
+    with pytest.raises(VimeError, match=r"vllm-router failed to start.*no-such-policy"):
+        router.start()

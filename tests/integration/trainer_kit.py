@@ -1,0 +1,120 @@
+"""What the trainer's tests share: small random models, random batches, and running a function on several real ranks."""
+
+import random
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from vime import config
+from vime.config import Config
+from vime.procs import free_port
+from vime.sample import Sample, meta_of
+from vime.trainer.advantage import grpo
+from vime.trainer.batch import plan
+from vime.trainer.engine import Trainer
+
+VOCAB = 61
+
+
+def make_model(folder: Path, kind: str = "llama", tied: bool = True, seed: int = 0) -> Path:
+    """A two-layer model with random weights, large enough that logprobs vary."""
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": tied, "max_position_embeddings": 256, "initializer_range": 0.2,
+    }  # fmt: skip
+    AutoModelForCausalLM.from_config({"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**shape)).save_pretrained(folder)
+    return folder
+
+
+def make_cfg(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
+    tree: dict[str, Any] = {
+        "model": str(model), "run_dir": str(run), "data": {"prompts": "unused"}, "train": {"lr": 1e-3, "steps": 10},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 4, "temperature": 0.8}, "weights": {"transport": "file"},
+    }  # fmt: skip
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values
+    return config.validate(tree, "test")
+
+
+def make_batch(seed: int, groups: int = 4, n: int = 4) -> list[list[Sample]]:
+    """Groups of unlike lengths, with holes in the mask, one removed sample, and one group whose rewards are all equal."""
+    r = random.Random(seed)
+    out = []
+    for g in range(groups):
+        prompt = [r.randrange(VOCAB) for _ in range(r.randint(1, 9))]
+        members = []
+        for i in range(n):
+            s = Sample(group_index=g, index=g * n + i, tokens=list(prompt), reward=1.0 if g == 1 else float(r.random() < 0.5))
+            for trainable in (True, False, True) if r.random() < 0.3 else (True,):
+                tokens = [r.randrange(VOCAB) for _ in range(r.randint(1, 12))]
+                lps = [-r.uniform(1, 5) for _ in tokens] if trainable else None
+                s.append_tokens(tokens, lps, versions=0 if trainable else None, trainable=trainable)
+            members.append(s)
+        members[0].reward, members[1].reward = (1.0, 1.0) if g == 1 else (0.0, 1.0)
+        out.append(members)
+    out[-1][-1].remove_sample = True
+    return out
+
+
+def train_once(trainer: Trainer, cfg: Config, step: int, batch: list[list[Sample]]) -> dict[str, float]:
+    """What the controller and one rank do in a step."""
+    metas = [meta_of(s) for g in batch for s in g]
+    advantages = grpo([m.reward for m in metas], [m.group_index for m in metas], [m.rollout_id for m in metas])
+    return trainer.train(step, plan(metas, advantages, cfg, trainer.world)[trainer.rank], *batch)
+
+
+@contextmanager
+def one_rank(cfg: Config, checkpoint: Path | None = None) -> Any:
+    """A Trainer of one rank in this process."""
+    trainer = Trainer(cfg, 0, 1, "127.0.0.1", free_port())
+    try:
+        trainer.setup(str(checkpoint) if checkpoint else None)
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Whole weights by name; a collective."""
+    out = {}
+    for name, p in trainer.model.named_parameters():
+        out[name] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+    return out
+
+
+def _rank_main(rank: int, world: int, port: int, fn: Callable[..., Any], cfg: Config, args: tuple[Any, ...], out: Path) -> None:
+    torch.set_num_threads(1)
+    trainer = Trainer(cfg, rank, world, "127.0.0.1", port)
+    try:
+        result: Any = fn(trainer, cfg, *args)
+    except Exception as e:  # the test looks at it
+        traceback.print_exc()
+        result = e
+    torch.save(result, out / f"{rank}.pt")
+    trainer.close()
+
+
+def on_ranks(world: int, fn: Callable[..., Any], cfg: Config, *args: Any, folder: Path, timeout: float = 180) -> list[Any]:
+    """fn(trainer, cfg, *args) on `world` processes over gloo; what each returned, or the exception it raised."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=_rank_main, args=(r, world, port, fn, cfg, args, folder)) for r in range(world)]
+    try:
+        for p in ranks:
+            p.start()
+        for p in ranks:
+            p.join(timeout)
+        assert [p.exitcode for p in ranks] == [0] * world
+    finally:
+        for p in ranks:
+            p.kill()
+            p.join()
+    return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(world)]

@@ -1,0 +1,161 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime.config import DataConfig
+from vime.data.prompts import Prompts
+from vime.errors import VimeError
+from vime.model import _char_tokenizer, encode
+
+TOKENIZER = _char_tokenizer()
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def words(k: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"w{i}", "label": str(i), "metadata": {"i": [i]}} for i in range(k)]
+
+
+def open_prompts(path: str, n: int = 2, seed: int = 0, limit: int = 20, **data: Any) -> Prompts:
+    return Prompts(DataConfig(prompts=path, **data), path, TOKENIZER, n, seed, limit)
+
+
+def labels(p: Prompts, k: int) -> list[str]:
+    return [g[0].label for g in p.next(k)]
+
+
+def test_a_group_is_n_fresh_samples_of_one_prompt(tmp_path: Path) -> None:
+    p = open_prompts(write(tmp_path / "a.jsonl", words(3)), n=3, shuffle=False)
+    first, second = p.next(2)
+    assert [s.index for s in first + second] == [0, 1, 2, 3, 4, 5] == [s.rollout_id for s in first + second]
+    assert {s.group_index for s in second} == {1} and {s.session_id for s in second} == {"group-1"}
+    assert first[0].tokens == [1, *encode("w0>")] and first[0].prompt == "<bos>w0>" and first[0].response_length == 0
+    first[0].metadata["i"].append(9)
+    first[0].tokens.append(9)
+    assert first[1].metadata == {"i": [0]} and first[1].tokens == [1, *encode("w0>")] and p.all(1)[0][0].metadata == {"i": [0]}
+    assert p.text(second[0]) == "<bos>w1>"
+
+
+def test_peek_moves_nothing(tmp_path: Path) -> None:
+    p = open_prompts(write(tmp_path / "a.jsonl", words(5)))
+    seen = p.peek()
+    assert p.next(1)[0][0].to_dict() == seen.to_dict()
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 9), takes=st.lists(st.integers(0, 7), max_size=8), cut=st.integers(0, 8), seed=st.integers(0, 5))
+def test_resume_anywhere_continues_the_same_order(tmp_path_factory: pytest.TempPathFactory, rows: int, takes: list[int], cut: int, seed: int) -> None:
+    path = write(tmp_path_factory.mktemp("p") / "a.jsonl", words(rows))
+    whole, before, after = (open_prompts(path, seed=seed) for _ in range(3))
+    expected = [s.to_dict() for k in takes for g in whole.next(k) for s in g]
+    got = [s.to_dict() for k in takes[:cut] for g in before.next(k) for s in g]
+    after.load_state(json.loads(json.dumps(before.state())))
+    assert got + [s.to_dict() for k in takes[cut:] for g in after.next(k) for s in g] == expected
+
+
+def test_each_epoch_is_another_permutation_of_all_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", words(30))
+    p = open_prompts(path, seed=1)
+    one, two = labels(p, 30), labels(p, 30)
+    assert sorted(one) == sorted(two) == sorted(r["label"] for r in words(30)) and one != two
+    assert labels(open_prompts(path, seed=1), 30) == one != labels(open_prompts(path, seed=2), 30)
+    assert [g[0].label for g in p.all(1)] == [str(i) for i in range(30)]
+
+
+@pytest.mark.parametrize("change", ["content", "label", "n", "seed", "rows"])
+def test_a_changed_stream_is_refused(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "a.jsonl"
+    state = open_prompts(write(path, words(4))).state()
+    rows, n, seed = words(4), 2, 0
+    if change == "content":
+        rows[2]["prompt"] = "other"
+    elif change == "label":
+        rows[2]["label"] = "other"
+    elif change == "rows":
+        rows.append({"prompt": "x"})
+    elif change == "n":
+        n = 3
+    else:
+        seed = 7
+    with pytest.raises(VimeError, match=f"{change if change != 'label' else 'content'} was"):
+        open_prompts(write(path, rows), n=n, seed=seed).load_state(state)
+
+
+def test_slices_parquet_and_messages(tmp_path: Path) -> None:
+    rows = [{"q": [{"role": "user", "content": f"a{i}"}], "answer": i} for i in range(6)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    keys = {"input_key": "q", "label_key": "answer", "shuffle": False}
+    for path in (str(tmp_path / "a.parquet"), write(tmp_path / "a.jsonl", rows)):
+        assert [g[0].label for g in open_prompts(path, **keys).all(1)] == [0, 1, 2, 3, 4, 5]
+        assert [g[0].label for g in open_prompts(path + "@[2:4]", **keys).all(1)] == [2, 3]
+        assert [g[0].label for g in open_prompts(path + "@[-2:]", **keys).all(1)] == [4, 5]
+        assert open_prompts(path + "@[:1]", **keys).peek().tokens == [1, *encode("a0>")]
+
+
+def test_without_and_with_another_template(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "ab"}])
+    assert open_prompts(path, apply_chat_template=False).peek().tokens == encode("ab")
+    assert open_prompts(path, chat_template="{{ messages[0].content }}=").peek().tokens == encode("ab=")
+
+
+def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "ok"}\n{"prompt": \n\n{"text": "x"}\n[1]\n{"prompt": "' + "a" * 30 + '"}\n{"prompt": "b", "metadata": 3}\n')
+    with pytest.raises(VimeError) as e:
+        open_prompts(str(path))
+    text = str(e.value)
+    assert "5 bad rows" in text and "bad.jsonl:2: not JSON" in text and "bad.jsonl:4: no prompt under 'prompt'" in text
+    assert "['text']" in text and "bad.jsonl:5: a row must be an object" in text and "bad.jsonl:7: 'metadata'" in text
+    assert "bad.jsonl:6: prompt of 32 tokens, longer than the 20" in text and "max_context_len" in text
+
+
+def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(VimeError, match=r"25 bad rows") as e:
+        open_prompts(write(tmp_path / "a.jsonl", [{"prompt": ""}] * 25))
+    assert str(e.value).count("no prompt under") == 10 and "and 15 more" in str(e.value)
+
+
+def test_a_prompt_of_exactly_the_limit_fits(tmp_path: Path) -> None:
+    assert len(open_prompts(write(tmp_path / "a.jsonl", [{"prompt": "a" * 18}])).peek().tokens) == 20
+
+
+def test_bad_rows_outside_the_slice_pass(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\nnonsense\n{"prompt": "b"}\n')
+    assert len(open_prompts(f"{path}@[2:]")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.jsonl", None, "no such prompt file"),
+        ("e.jsonl", "", "holds no prompts"),
+        ("e.jsonl@[5:]", '{"prompt": "a"}\n', "holds no prompts"),
+        ("a.parquet", "not parquet", "not a readable parquet file"),
+        ("a.csv", "prompt\n", "must be .jsonl or .parquet"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / name.partition("@")[0]).write_text(content)
+    with pytest.raises(VimeError, match=said):
+        open_prompts(str(tmp_path / name))
+
+
+def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "ab"}])
+    with pytest.raises(VimeError, match="the chat template fails"):
+        open_prompts(path, chat_template="{% if %}")
+    bare = _char_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(VimeError, match="no chat template"):
+        Prompts(DataConfig(prompts=path), path, bare, 2, 0, 20)

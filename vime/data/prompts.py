@@ -1,0 +1,193 @@
+"""Prompt files: JSONL or parquet rows become groups of fresh Samples, in an order that a seed and one counter determine."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime.config import DataConfig
+from vime.errors import VimeError
+from vime.sample import Sample
+
+SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt. `text` is what was tokenized (the rendered chat template, if one applies); `tokens` its ids."""
+
+    text: str
+    tokens: array[int]
+    label: Any
+    metadata: dict[str, Any]
+
+
+class Prompts:
+    """An endless stream of groups over a file, and its position.
+
+    Args:
+        path: .jsonl or .parquet, optionally with a slice of rows: `path@[a:b]`, Python's meaning.
+        tokenizer: a Hugging Face fast tokenizer.
+        n: samples per prompt.
+        seed: epoch e visits the rows in the permutation drawn from (seed, e).
+        max_prompt_len: tokens.
+
+    Raises: VimeError for a missing, unreadable or empty file; one that lists bad JSON lines, rows without a prompt and prompts that
+    are too long, the first 10 with their line or row.
+    """
+
+    def __init__(self, data: DataConfig, path: str, tokenizer: Any, n: int, seed: int, max_prompt_len: int):
+        self.path, self.n, self.seed, self.shuffle, self.tokenizer = path, n, seed, data.shuffle, tokenizer
+        self.given = 0  # prompts given out since the run began
+        self.rows = _rows(data, path, tokenizer, max_prompt_len)
+        self._order: tuple[int, list[int]] = (-1, [])
+        digest = hashlib.sha256()
+        for r in self.rows:
+            digest.update(json.dumps([r.tokens.tolist(), r.label], sort_keys=True, default=str).encode())
+        self._digest = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def next(self, k: int) -> list[list[Sample]]:
+        """The next k groups of n samples; `group_index` counts prompts over the whole run, so a second epoch's groups are new ones."""
+        groups = [self._group(g, self.rows[self._row(g)], self.n, "group") for g in range(self.given, self.given + k)]
+        self.given += k
+        return groups
+
+    def peek(self) -> Sample:
+        """The first sample that `next` would give; nothing moves."""
+        return self._group(self.given, self.rows[self._row(self.given)], 1, "group")[0]
+
+    def all(self, n: int) -> list[list[Sample]]:
+        """Every row once in file order, as groups of n samples: an evaluation."""
+        return [self._group(g, row, n, "eval") for g, row in enumerate(self.rows)]
+
+    def text(self, sample: Sample) -> str:
+        """The prompt as the model sees it, special tokens included."""
+        return str(self.tokenizer.decode(sample.tokens[: sample.prompt_length]))
+
+    def state(self) -> dict[str, Any]:
+        """Position and identity of the stream, JSON-able."""
+        fixed = {"rows": len(self.rows), "content": self._digest, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
+        return {"given": self.given} | fixed
+
+    def load_state(self, d: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises: VimeError where the order of samples would not be the same."""
+        now = self.state()
+        changed = [f"{k} was {d.get(k)!r}, is {now[k]!r}" for k in now if k != "given" and d.get(k) != now[k]]
+        if changed:
+            fix = "resume with the data, tokenizer, chat template, seed and group size it began with, or start a new run"
+            raise VimeError(f"{self.path}: not the prompts this run began with: {'; '.join(changed)}", fix)
+        self.given = int(d["given"])
+
+    def _row(self, given: int) -> int:
+        epoch, at = divmod(given, len(self.rows))
+        if not self.shuffle:
+            return at
+        if self._order[0] != epoch:
+            order = list(range(len(self.rows)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1][at]
+
+    def _group(self, g: int, row: Row, n: int, kind: str) -> list[Sample]:
+        return [
+            Sample(
+                group_index=g, index=g * n + i, rollout_id=g * n + i, prompt=row.text, tokens=row.tokens.tolist(), label=row.label,
+                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}",
+            )
+            for i in range(n)
+        ]  # fmt: skip
+
+
+def _rows(data: DataConfig, path: str, tokenizer: Any, max_prompt_len: int) -> list[Row]:
+    """Read, check, render and tokenize every row of the slice."""
+    m = SLICE.fullmatch(path)
+    file = Path(m["path"] if m else path)
+    bounds = slice(*(int(x) if x else None for x in (m["start"], m["stop"]))) if m else slice(None)
+    faults: list[str] = []
+    found: list[tuple[str, str, dict[str, Any]]] = []  # place, rendered prompt, record
+    for place, record in list(_records(file))[bounds]:
+        try:
+            found.append((place, _render(data, record, tokenizer), record))
+        except ValueError as e:
+            faults.append(f"{place}: {e}")
+    rows = []
+    for start in range(0, len(found), 1024):
+        part = found[start : start + 1024]
+        # A rendered chat template holds its special tokens already.
+        ids = tokenizer([text for _, text, _ in part], add_special_tokens=not data.apply_chat_template)["input_ids"]
+        for (place, text, record), tokens in zip(part, ids):
+            if len(tokens) > max_prompt_len:
+                faults.append(f"{place}: prompt of {len(tokens)} tokens, longer than the {max_prompt_len} that the context leaves")
+                continue
+            rows.append(Row(text, array("i", tokens), record.get(data.label_key), record.get(data.metadata_key) or {}))
+    if faults:
+        long = any(" tokens, longer than " in f for f in faults)
+        shown = "\n  ".join(faults[:10] + ([f"... and {len(faults) - 10} more"] if len(faults) > 10 else []))
+        fix = "correct or remove these rows" + (", raise rollout.max_context_len or lower rollout.max_response_len" if long else "")
+        raise VimeError(f"{file}: {len(faults)} bad row{'s' if len(faults) > 1 else ''}; {fix}\n  {shown}")
+    if not rows:
+        raise VimeError(f"{path} holds no prompts", "check the file and the @[a:b] slice")
+    return rows
+
+
+def _records(file: Path) -> Iterator[tuple[str, Any]]:
+    """(place, record) for each row; a line that isn't JSON comes as a ValueError object, so that bad lines outside the slice pass."""
+    if not file.is_file():
+        raise VimeError(f"no such prompt file: {file}", "a slice is written path@[a:b]" if "@" in file.name else "")
+    if file.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            records = pyarrow.parquet.read_table(file).to_pylist()
+        except (pyarrow.ArrowException, OSError) as e:
+            raise VimeError(f"{file}: not a readable parquet file: {e}") from e
+        yield from ((f"{file}: row {i}", r) for i, r in enumerate(records))
+        return
+    if file.suffix not in (".jsonl", ".json"):
+        raise VimeError(f"{file}: prompts must be .jsonl or .parquet")
+    with file.open("rb") as f:
+        for number, line in enumerate(f, 1):
+            if line.strip():
+                try:
+                    yield f"{file}:{number}", json.loads(line)
+                except ValueError as e:  # JSONDecodeError or UnicodeDecodeError
+                    yield f"{file}:{number}", ValueError(f"not JSON: {e}")
+
+
+def _render(data: DataConfig, record: Any, tokenizer: Any) -> str:
+    """The text to tokenize. Raises: ValueError that says what is wrong with the record."""
+    if isinstance(record, ValueError):
+        raise record
+    if not isinstance(record, dict):
+        raise ValueError(f"a row must be an object, this is {type(record).__name__}")
+    prompt = record.get(data.input_key)
+    chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and "role" in m for m in prompt)
+    if not prompt or not (isinstance(prompt, str) or chat):
+        had = f"it is {prompt!r:.60}" if data.input_key in record else f"the keys are {sorted(record)}"
+        raise ValueError(f"no prompt under {data.input_key!r} (data.input_key), a string or a list of chat messages; {had}")
+    if not isinstance(record.get(data.metadata_key) or {}, dict):
+        raise ValueError(f"{data.metadata_key!r} (data.metadata_key) must be an object")
+    if not data.apply_chat_template:
+        if chat:
+            raise ValueError("a list of chat messages needs data.apply_chat_template = true")
+        return str(prompt)
+    template = data.chat_template or getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise ValueError("the tokenizer has no chat template: set data.chat_template, or data.apply_chat_template = false")
+    messages = prompt if chat else [{"role": "user", "content": prompt}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=data.chat_template, tokenize=False, add_generation_prompt=True))
+    except Exception as e:  # templates raise what they like
+        raise ValueError(f"the chat template fails: {type(e).__name__}: {e}") from e

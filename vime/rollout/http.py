@@ -1,0 +1,201 @@
+"""The one client of every endpoint vime uses on a vLLM server (and, for generation, on the router in front of several)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from vime.errors import VimeError, nearest
+
+GENERATE, HEALTH, METRICS = "/inference/v1/generate", "/health", "/metrics"
+PAUSE, RESUME, RESET_PREFIX_CACHE = "/pause", "/resume", "/reset_prefix_cache"
+INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
+FINISH, INFO = "/finish_weight_update", "/weight_info"
+NEEDS = {GENERATE, HEALTH, PAUSE, RESUME, RESET_PREFIX_CACHE, INIT, START, UPDATE, FINISH, INFO}
+
+# vLLM ignores a sampling parameter it does not know, so a misspelt one would go unnoticed.
+SAMPLING = re.findall(
+    r"\w+",
+    """n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens
+    min_tokens logprobs prompt_logprobs detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output
+    structured_outputs logit_bias allowed_token_ids bad_words extra_args routed_experts_prompt_start""",
+)
+
+
+class EngineDown(VimeError):
+    """The server failed or can't be reached: 5xx, transport error. The request may be redone."""
+
+
+class EngineSlow(EngineDown):
+    """No answer within the timeout; the server may only be busy."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sampled continuation; `log_probs` (natural log) and `versions` (-1: unknown) have one entry per token."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+def version_of(text: str | None) -> int:
+    """Weight version from the server's string; -1 for the weights a server started with and for anything foreign."""
+    return int(text) if text is not None and text.isdecimal() else -1
+
+
+class EngineClient:
+    """HTTP client of one server, bound to the event loop of its first call. Every method raises VimeError on a 4xx (never retried:
+    the request is wrong) and EngineDown on a 5xx, transport error or timeout. `timeout` is in seconds, for the whole call."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, query: dict[str, str] | None = None, session: str = "", timeout: float = 60
+    ) -> bytes:
+        if self._session is None:  # proxies of the environment are not for our own servers: trust_env stays False
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
+        where, headers = f"{method} {self.url}{path}", {"Content-Type": "application/json"}
+        if session:
+            headers["x-session-id"] = session
+        if path != GENERATE:  # the server drops a connection after a 5xx: no later call may pick it up and mistake that for a death
+            headers["Connection"] = "close"
+        data, limit = None if body is None else orjson.dumps(body), aiohttp.ClientTimeout(total=timeout)
+        try:
+            async with self._session.request(method, self.url + path, params=query, data=data, headers=headers, timeout=limit) as r:
+                raw = await r.read()
+                if r.status < 400:
+                    return raw
+                said = f"{where}: HTTP {r.status}: {_message(raw)}"
+                raise EngineDown(said) if r.status >= 500 else VimeError(said)
+        except TimeoutError as e:
+            raise EngineSlow(f"{where}: no answer within {timeout:.0f} s") from e
+        except (aiohttp.ClientError, OSError) as e:
+            raise EngineDown(f"{where}: {type(e).__name__}: {e}") from e
+
+    async def _json(self, method: str, path: str, body: Any = None, **kw: Any) -> dict[str, Any]:
+        raw = await self._call(method, path, body, **kw)
+        try:
+            got = orjson.loads(raw)
+        except orjson.JSONDecodeError as e:
+            raise EngineDown(f"{method} {self.url}{path}: the answer is not JSON: {_message(raw)}") from e
+        if not isinstance(got, dict):
+            raise EngineDown(f"{method} {self.url}{path}: the answer is not an object: {_message(raw)}")
+        return got
+
+    async def close(self) -> None:
+        if self._session:
+            await self._session.close()
+            self._session = None
+
+    async def generate(
+        self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600
+    ) -> list[Choice]:
+        """Sample `n` continuations (sampling_params["n"], 1 if unset) of the prompt `token_ids`, with the logprob of each token.
+
+        `session_id` keeps requests that share a prefix on one server. Raises also VimeError for an unknown sampling parameter
+        and where the server returns no logprobs.
+        """
+        for name in sampling_params:
+            if name not in SAMPLING:
+                raise VimeError(f"unknown sampling parameter {name!r}", nearest(name, SAMPLING))
+        params = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop"))} | sampling_params
+        got = await self._json(
+            "POST", GENERATE, {"token_ids": token_ids, "sampling_params": params}, session=session_id or "", timeout=timeout
+        )
+        choices = [self._choice(c) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
+        if len(choices) != sampling_params.get("n", 1):
+            raise EngineDown(f"POST {self.url}{GENERATE}: {len(choices)} choices came back for n = {sampling_params.get('n', 1)}")
+        return choices
+
+    def _choice(self, c: dict[str, Any]) -> Choice:
+        ids = c.get("token_ids") or []
+        content = (c.get("logprobs") or {}).get("content") or []
+        if len(content) != len(ids) or any(x["token_id"] != t for x, t in zip(content, ids)):
+            raise VimeError(
+                f"POST {self.url}{GENERATE}: {len(content)} logprobs came back for {len(ids)} sampled tokens",
+                "the server must return the logprob of every sampled token",
+            )
+        if not c.get("finish_reason") or (not ids and c["finish_reason"] != "abort"):
+            raise EngineDown(f"POST {self.url}{GENERATE}: ended early (finish_reason {c.get('finish_reason')!r}, {len(ids)} tokens)")
+        versions = [-1] * len(ids)
+        for span in c.get("weight_versions") or []:
+            versions[span["start"] : span["end"]] = [version_of(span["version"])] * (span["end"] - span["start"])
+        return Choice(ids, [float(x["logprob"]) for x in content], versions[: len(ids)], c["finish_reason"], c.get("stop_reason"))
+
+    async def prompt_logprobs(self, token_ids: list[int], timeout: float = 120) -> list[float]:
+        """Logprobs of tokens 1..n-1 given their prefix, at temperature 1, under the server's current weights."""
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        got = await self._json("POST", GENERATE, {"token_ids": token_ids, "sampling_params": params}, timeout=timeout)
+        rows = got.get("prompt_logprobs") or []
+        if len(rows) != len(token_ids) or any(str(t) not in (row or {}) for t, row in zip(token_ids[1:], rows[1:])):
+            raise VimeError(f"POST {self.url}{GENERATE}: no prompt_logprobs for a prompt of {len(token_ids)} tokens")
+        return [float(row[str(t)]["logprob"]) for t, row in zip(token_ids[1:], rows[1:])]
+
+    async def health(self, timeout: float = 10) -> None:
+        await self._call("GET", HEALTH, timeout=timeout)
+
+    async def pause(self) -> None:
+        """Freeze the server between two tokens. Requests stay and go on after `resume`, which must follow."""
+        await self._call("POST", PAUSE, query={"mode": "keep"})
+
+    async def resume(self) -> None:
+        await self._call("POST", RESUME)
+
+    async def init_weights(self) -> None:
+        await self._call("POST", INIT, {"init_info": {}})
+
+    async def start_update(self) -> None:
+        await self._call("POST", START)
+
+    async def update(self, update_info: dict[str, Any], timeout: float = 1800) -> None:
+        await self._call("POST", UPDATE, {"update_info": update_info}, timeout=timeout)
+
+    async def finish_update(self, version: int, timeout: float = 600) -> None:
+        await self._call("POST", FINISH, {"weight_version": str(version)}, timeout=timeout)
+
+    async def weight_version(self, timeout: float = 60) -> int:
+        return version_of((await self._json("GET", INFO, timeout=timeout)).get("weight_version"))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; running requests recompute theirs. Raises EngineDown where blocks can't be freed."""
+        got = await self._json("POST", RESET_PREFIX_CACHE, query={"reset_running_requests": "true"})
+        if not got.get("success"):
+            raise EngineDown(f"POST {self.url}{RESET_PREFIX_CACHE}: the server could not reset its prefix cache")
+
+    async def metrics(self) -> dict[str, float]:
+        """The server's Prometheus samples (vllm:*), summed over labels."""
+        sums: dict[str, float] = defaultdict(float)
+        for line in (await self._call("GET", METRICS)).decode().splitlines():
+            if line.startswith("vllm:"):
+                name, _, value = line.partition("{")[0].partition(" ")[0], *line.rpartition(" ")[1:]
+                if math.isfinite(float(value)):
+                    sums[name] += float(value)
+        return dict(sums)
+
+    async def probe(self, needs: set[str] = NEEDS) -> None:
+        """Raises VimeError naming every endpoint of `needs` that this server lacks."""
+        have = (await self._json("GET", "/openapi.json")).get("paths", {})
+        if missing := sorted(needs - set(have)):
+            raise VimeError(f"{self.url} lacks {', '.join(missing)}", "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out")
+
+
+def _message(raw: bytes) -> str:
+    """The first line of a server's error message, whatever form it has."""
+    try:
+        got = orjson.loads(raw)
+        got = got.get("error") or got.get("detail") or got if isinstance(got, dict) else got
+        text = str(got.get("message", got) if isinstance(got, dict) else got)
+    except orjson.JSONDecodeError:
+        text = raw.decode(errors="replace")
+    return " ".join(text.split())[:500]

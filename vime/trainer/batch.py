@@ -1,0 +1,107 @@
+"""Who trains what, with which weight: one rollout batch split into optimizer steps, ranks and micro-batches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vime.config import Config
+from vime.sample import SampleMeta
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample in an optimizer step: its advantage, and the weight of each of its trained tokens in the step's loss."""
+
+    index: int
+    group_index: int
+    advantage: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank trains: optimizer steps -> micro-batches -> items. Every rank has the same number of micro-batches per
+    step (some may be empty), because all of them take part in each forward and backward."""
+
+    steps: list[list[list[Item]]]
+    skipped: int  # samples of the whole batch, over all ranks, that no rank forwards: removed, or without a gradient
+
+    @property
+    def minibatches(self) -> list[list[Item]]:
+        """This rank's items per optimizer step."""
+        return [[i for micro in step for i in micro] for step in self.steps]
+
+
+def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: str, horizon: int) -> np.ndarray:
+    """Weight of each trained token of each sample, such that loss = sum over trained tokens of weight * token loss.
+
+    Args:
+        trained: trained tokens per sample; 0 counts in the number of rollouts but carries nothing.
+        rollouts: rollout id per sample; samples of one rollout share one denominator.
+        aggregate: sample-mean | token-mean | seq-mean-token-sum | seq-mean-token-sum-norm.
+        horizon: the constant denominator of seq-mean-token-sum-norm (which does not divide by the number of samples).
+    """
+    n = np.asarray(trained, dtype=np.float64)
+    ids, inverse = np.unique(np.asarray(rollouts), return_inverse=True)
+    if aggregate == "sample-mean":
+        per_rollout = np.bincount(inverse, weights=n, minlength=len(ids))
+        return 1.0 / np.maximum(per_rollout, 1)[inverse] / len(ids)
+    scale = {"token-mean": max(float(n.sum()), 1.0), "seq-mean-token-sum": len(ids), "seq-mean-token-sum-norm": horizon}[aggregate]
+    return np.full(len(n), 1.0 / scale)
+
+
+def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int) -> list[RankPlan]:
+    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches.
+
+    Loss weights are set here, once for all ranks, so their sum depends on nothing below. Samples of a group stay together
+    where they can, since they share their prompt's computation. Returns: one RankPlan per rank.
+    """
+    rollouts = list(dict.fromkeys(m.rollout_id for m in metas))
+    size = cfg.train.global_batch_size or max(len(rollouts), 1)
+    flat = cfg.train.skip_zero_advantage and cfg.algo.kl_loss_coef == 0 and cfg.algo.entropy_coef == 0
+    steps: list[list[list[list[Item]]]] = [[] for _ in range(world)]
+    skipped = 0
+    for start in range(0, len(rollouts), size):
+        chosen = set(rollouts[start : start + size])
+        rows = [(m, float(a)) for m, a in zip(metas, advantages) if m.rollout_id in chosen]
+        trained = [0 if m.removed else m.trained_tokens for m, _ in rows]
+        weights = token_weights(trained, [m.rollout_id for m, _ in rows], cfg.loss.aggregate, cfg.rollout.max_response_len)
+        live = [
+            (m, Item(m.index, m.group_index, a, float(w))) for (m, a), w, n in zip(rows, weights, trained) if n and not (flat and a == 0)
+        ]
+        live.sort(key=lambda x: (x[0].group_index, x[0].index))
+        skipped += len(rows) - len(live)
+        batches = [_fill(part, cfg.train.max_tokens_per_gpu) for part in _cut(live, world)]
+        for r, b in enumerate(batches):
+            steps[r].append(b + [[]] * (max(map(len, batches)) - len(b)))
+    return [RankPlan(s, skipped) for s in steps]
+
+
+def _costs(row: Sequence[tuple[SampleMeta, Item]]) -> list[int]:
+    """Tokens each sample adds when the row is packed in order: its prompt only where the one before has another."""
+    keys = [None] + [(m.group_index, m.prompt_length) for m, _ in row]
+    return [m.response_length + (0 if keys[i] == keys[i + 1] else m.prompt_length) for i, (m, _) in enumerate(row)]
+
+
+def _cut(row: list[tuple[SampleMeta, Item]], parts: int) -> list[list[tuple[SampleMeta, Item]]]:
+    """Cut a row of samples, in order, into `parts` of about equal tokens."""
+    cost = np.array(_costs(row), dtype=np.float64)
+    middle = np.cumsum(cost) - cost / 2
+    to = np.minimum((middle * parts / max(cost.sum(), 1)).astype(int), parts - 1)
+    return [[x for x, t in zip(row, to) if t == p] for p in range(parts)]
+
+
+def _fill(row: list[tuple[SampleMeta, Item]], budget: int) -> list[list[Item]]:
+    """Micro-batches of at most `budget` packed tokens, in order; a sample beyond the budget gets one of its own."""
+    out: list[list[Item]] = []
+    used = 0
+    for (meta, item), cost in zip(row, _costs(row)):
+        if not out or used + cost > budget:
+            out.append([])
+            used, cost = 0, meta.prompt_length + meta.response_length
+        out[-1].append(item)
+        used += cost
+    return out

@@ -1,0 +1,131 @@
+"""Token layout of one micro-batch: packed without padding, prompts that samples share laid out once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from vime.sample import Sample
+from vime.trainer.batch import Item
+
+SHARE_LIMIT = 4096  # responses longer than this are not packed behind a shared prompt: their attention masks would grow too large
+
+
+@dataclass
+class Bucket:
+    """Rows of like length whose attention runs in one call. keys: (B, P + R) token positions, a prefix then the row's own;
+    queries: (B, R); mask: (B, 1, R, P + R) True where attended, None: plain causal (no row has a prefix)."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass
+class Pack:
+    """One micro-batch without padding. T input tokens, M trained tokens; per-token float32 arrays have length M.
+
+    A prompt that several samples share is laid out once, and a sample's last token, which predicts nothing, is left out.
+    `rows` are the positions (0..T-1) whose hidden state predicts `labels`; a shared prompt's last position occurs repeatedly.
+    """
+
+    ids: torch.Tensor  # (1, T) int64
+    positions: torch.Tensor  # (1, T) int64, position within the sample
+    buckets: list[Bucket]
+    scatter: torch.Tensor  # (T,) where each token's attention output lies in the buckets' outputs, flattened and joined
+    rows: torch.Tensor  # (M,) int64
+    labels: torch.Tensor  # (M,) int64
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    old: torch.Tensor | None = None  # (M,) logprobs before the update; None: this forward's own
+    ref: torch.Tensor | None = None  # (M,) logprobs of the reference
+
+    def to(self, device: torch.device) -> Pack:
+        def move(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.to(device, non_blocking=True)
+
+        buckets = [Bucket(*(move(getattr(b, f.name)) for f in fields(b))) for b in self.buckets]  # type: ignore[arg-type]
+        return Pack(*(buckets if f.name == "buckets" else move(getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]
+
+
+def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
+    """Lay out one micro-batch; an empty one becomes a single token that trains nothing (its rank still joins the collectives).
+
+    Raises: ValueError where a sample has no prompt token to predict its first response token from.
+    """
+    shared: dict[tuple[int, tuple[int, ...]], list[Item]] = {}
+    for i in items:
+        s = samples[i.index]
+        if s.prompt_length < 1:
+            raise ValueError(f"sample {s.index} has no prompt token: its first response token cannot be predicted")
+        shared.setdefault((s.group_index, tuple(s.tokens[: s.prompt_length])), []).append(i)
+    ids: list[int] = []
+    pos: list[int] = []
+    segments: list[tuple[int, int, int, int]] = []  # prefix start, prefix length, own start, own length
+    rows: list[np.ndarray] = []
+    per_token: list[tuple[np.ndarray, ...]] = []
+
+    def lay(tokens: Sequence[int], first: int, prefix: int = 0) -> int:
+        start = len(ids)
+        if tokens:
+            ids.extend(tokens)
+            pos.extend(range(first, first + len(tokens)))
+            segments.append((prefix, first, start, len(tokens)))
+        return start
+
+    for (_, prompt), members in shared.items():
+        p = len(prompt)
+        share = len(members) > 1 and max(samples[i.index].response_length for i in members) <= SHARE_LIMIT
+        head = lay(prompt, 0) if share else 0
+        for i in members:
+            s = samples[i.index]
+            start = lay(s.tokens[p:-1], p, head) if share else lay(s.tokens[:-1], 0) + p
+            at = np.arange(start - 1, start - 1 + s.response_length)
+            at[0] = head + p - 1 if share else start - 1
+            keep = np.flatnonzero(s.loss_mask)
+            rows.append(at[keep])
+            labels = np.asarray(s.tokens[p:], dtype=np.int64)[keep]
+            per_token.append((labels, np.full(len(keep), i.advantage), np.full(len(keep), i.weight), np.asarray(s.rollout_log_probs)[keep]))
+    if not ids:
+        lay([0], 0)
+    buckets, scatter = _buckets(segments, len(ids))
+    arrays = [np.concatenate(x) for x in zip(*per_token)] if per_token else [np.zeros(0)] * 4
+    adv, weights, rollout = (torch.from_numpy(np.asarray(a, dtype=np.float32)) for a in arrays[1:])
+    where = torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64))
+    labels_t = torch.from_numpy(np.asarray(arrays[0], dtype=np.int64))
+    return Pack(torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where, labels_t, adv, weights, rollout)
+
+
+def _buckets(segments: list[tuple[int, int, int, int]], total: int) -> tuple[list[Bucket], torch.Tensor]:
+    """Group rows of like length (at most a third of padding, or 16 tokens), longest first, and index their tokens."""
+    order = sorted(segments, key=lambda s: (s[1] > 0, s[3], s[1]), reverse=True)
+    lots: list[list[tuple[int, int, int, int]]] = []
+    for s in order:
+        top = lots[-1][0] if lots else s
+        prefix = max((x[1] for x in lots[-1]), default=0) if lots else 0
+        fits = (s[1] > 0) == (top[1] > 0) and top[3] <= 1.5 * s[3] + 16 and max(prefix, s[1]) <= 1.5 * min(prefix, s[1]) + 16
+        if not lots or not fits:
+            lots.append([])
+        lots[-1].append(s)
+    buckets, offset = [], 0
+    scatter = np.zeros(total, dtype=np.int64)
+    for lot in lots:
+        ps, pn, qs, qn = (np.array(x)[:, None] for x in zip(*lot))
+        longest, prefix = int(qn.max()), int(pn.max())
+        i, j = np.arange(longest)[None], np.arange(prefix)[None]
+        queries = np.where(i < qn, qs + i, qs)  # padding repeats a row's first token; its outputs are never read
+        keys = np.concatenate([np.where(j < pn, ps + j, ps), queries], 1)
+        mask = None
+        if prefix:
+            causal = np.broadcast_to(np.tril(np.ones((longest, longest), dtype=bool)), (len(lot), longest, longest))
+            seen = np.broadcast_to((j < pn)[:, None], (len(lot), longest, prefix))
+            mask = torch.from_numpy(np.concatenate([seen, causal], 2))[:, None]
+        real = i < qn
+        scatter[queries[real]] = (offset + np.arange(len(lot) * longest).reshape(len(lot), longest))[real]
+        offset += len(lot) * longest
+        buckets.append(Bucket(torch.from_numpy(queries), torch.from_numpy(keys), mask))
+    return buckets, torch.from_numpy(scatter)

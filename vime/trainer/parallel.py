@@ -1,0 +1,158 @@
+"""How a model lies on the ranks: process group, sharded loading, packed attention, and whole tensors out of shards."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.distributed import DistributedConfig
+from transformers.distributed.utils import TransformersDeviceMesh
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vime.errors import VimeError
+from vime.trainer.packing import Pack
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # a rank that hangs fails the others after this long
+HEAD_FACTORS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+
+
+def init(rank: int, world: int, addr: str, port: int) -> torch.device:
+    """Join the process group; gloo on CPU, nccl on CUDA. Returns this rank's device."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"tcp://{addr}:{port}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
+    )
+    return device
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    packing: Pack | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of each sample of a packed row to itself and to the prompt it shares. query/key/value: (1, heads, T, dim).
+
+    Raises: VimeError where a sample is longer than the model's sliding window, which is not built here.
+    """
+    assert packing is not None, "models loaded by vime run on packed micro-batches only"
+    q, k, v = (t[0].transpose(0, 1).flatten(1) for t in (query, key, value))  # (T, heads * dim)
+    dim, outs = query.shape[-1], []
+    for b in packing.buckets:
+        if sliding_window and b.keys.shape[1] > sliding_window:
+            raise VimeError(f"samples of {b.keys.shape[1]} tokens exceed the model's sliding attention window of {sliding_window}")
+        qb, kb, vb = (F.embedding(i, t).unflatten(-1, (-1, dim)).transpose(1, 2) for i, t in ((b.queries, q), (b.keys, k), (b.keys, v)))
+        o = F.scaled_dot_product_attention(
+            qb, kb, vb, b.mask, is_causal=b.mask is None, scale=scaling, enable_gqa=qb.shape[1] != kb.shape[1]
+        )
+        outs.append(o.transpose(1, 2).flatten(0, 1).flatten(1))
+    out = F.embedding(packing.scatter, torch.cat(outs) if len(outs) > 1 else outs[0])
+    return out.view(1, out.shape[0], -1, value.shape[-1]), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
+
+
+def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing: bool = False) -> PreTrainedModel:
+    """A causal LM with float32 weights, sharded over all ranks (FSDP2), computing in `dtype`; each rank reads only its shard.
+
+    Gradients are summed, never averaged, over ranks: loss weights are already global.
+    Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        base: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except (OSError, ValueError, KeyError) as e:
+        raise VimeError(
+            f"model {path}: {type(e).__name__}: {str(e).splitlines()[0]}", "it must hold a causal LM that transformers knows"
+        ) from e
+    for name in HEAD_FACTORS:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise VimeError(f"model {path}: {name} = {getattr(config, name)} is not supported yet")
+    world, half = dist.get_world_size(), dtype == "bfloat16"
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    dense = init_device_mesh(device.type, (1, world, 1), mesh_dim_names=("pp", "fsdp", "tp"))
+    meshes = TransformersDeviceMesh(dense, dense)
+
+    class Sharded(base):  # type: ignore[valid-type, misc]
+        """The model's class with its two distribution hooks: our sharding in place of the one that transformers would choose."""
+
+        @classmethod
+        def prepare_distribute_model(cls, distributed: Any, device_map: Any = None) -> Any:
+            return distributed, device, meshes
+
+        @classmethod
+        def maybe_distribute_model(cls, model: Any, distributed: Any, mesh_manager: Any) -> Any:
+            model._mesh_manager, model._device_mesh, model._fsdp_size = meshes, dense, world
+            model._is_distributed_loading_by_transformers = True
+            model.tie_weights()  # before FSDP sees the model: it must treat tied layers' weight as one
+            if world > 1 or half:
+                for layer in model.base_model.layers:
+                    fully_shard(layer, mesh=dense["fsdp"], mp_policy=policy)
+                fully_shard(model, mesh=dense["fsdp"], mp_policy=policy, reshard_after_forward=False)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):  # a plain sum; also avoids torch's double division for groups of one
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+            return model
+
+    Sharded.__name__ = base.__name__
+    try:
+        model = Sharded.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="vime_packed", distributed_config=DistributedConfig(fsdp_size=world)
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # logprobs must be those that the servers compute
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others); tied copies left out.
+
+    A collective: every rank calls it at the same point.
+    """
+    tied = set(model.all_tied_weights_keys or {})
+    out: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name in tied:
+            continue
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            out[name] = full.to("cpu", dtype if full.is_floating_point() else None)
+    return revert_weight_conversion(model, out) if out else out
+
+
+def agree(error: BaseException | None) -> None:
+    """Raise on every rank where any rank failed; a collective. The failing rank raises its own error."""
+    failed = torch.tensor([0.0 if error is None else 1.0])
+    dist.all_reduce(failed)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise VimeError("another trainer rank failed", "see its error")

@@ -1,0 +1,119 @@
+"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). The only file that imports vLLM.
+
+An update names a .safetensors file, or a folder of them, with the whole model under checkpoint names. Files in /dev/shm cost no copy:
+they are mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from vime.weights import UNTOUCHED
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing: files need no rendezvous."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    path: str = ""
+
+
+class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads a whole model from disk or shared memory through vLLM's layerwise reload, and mends what vLLM's CPU build leaves stale."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    _begun = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        self._begun = False
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises ValueError beginning with UNTOUCHED for files that can't be read, and without it where the model is half loaded."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        path = Path(update_info.path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        with ExitStack() as stack:
+            try:  # opening checks header and length, so a missing or cut file is found before the model is touched
+                opened = [stack.enter_context(safe_open(str(f), framework="pt", device="cpu")) for f in files]
+                if not any(s.keys() for s in opened):
+                    raise FileNotFoundError("no tensors in it")
+            except (OSError, SafetensorError) as e:
+                raise ValueError(f"{UNTOUCHED}: {type(e).__name__}: {e}") from e
+            expected = {name for name, _ in self.model.named_parameters()}
+            initialize_layerwise_reload(self.model)
+            self._begun = True
+            loaded = self.model.load_weights(_tensors(opened))  # type: ignore[operator]
+            if loaded is not None and (missing := sorted(expected - set(loaded))):
+                raise ValueError(f"no weights for {len(missing)} parameters: {', '.join(missing[:5])}")
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._begun:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._begun = False
+        _repack(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _tensors(files: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for f in files:
+        for name in f.keys():  # noqa: SIM118 (safe_open is no mapping)
+            yield name, f.get_tensor(name)
+
+
+def _repack(model: torch.nn.Module) -> None:
+    """On the CPU every linear layer runs on a packed copy of its weight. The reload packs layers that got a tensor; an lm_head tied to
+    the embedding gets none and would keep the packed OLD embedding, so pack again whatever still has its weight."""
+    from vllm.model_executor.layers import utils
+
+    for m in model.modules():
+        weight = getattr(m, "weight", None)
+        if "cpu_linear" in vars(m) and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.numel():
+            utils.dispatch_cpu_unquantized_gemm(m, remove_weight=False)
+
+
+def _fix_moe_reload() -> None:
+    """On the CPU an update copies plain expert weights into storage that the kernel reads as packed: pack them again after each one."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
+    from vllm.platforms import current_platform
+
+    original = Method._setup_kernel
+    if not current_platform.is_cpu() or hasattr(original, "__wrapped__"):
+        return
+
+    def setup(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    setup.__wrapped__ = original  # type: ignore[attr-defined]
+    Method._setup_kernel = setup  # type: ignore[method-assign]
+
+
+def register() -> None:
+    """Called in every vLLM process, maybe twice."""
+    if "vime" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("vime", FileWeightTransferEngine)
+    _fix_moe_reload()
