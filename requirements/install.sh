@@ -52,7 +52,7 @@ torch=$(grep '^torch==' "$lock")
 if [ $FLAVOUR = cpu ]; then
   # By pip, which skips an index it can't reach (uv stops there). "+cpu" matches a CPU wheel only: from pytorch.org, or a --find-links folder of pip's
   step 2 "$torch, about 200 MB"
-  tidy pip install --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu "$torch" ||
+  tidy pip install --no-deps --no-compile --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu "$torch" ||
     die "$torch could not be installed, see above; it comes from https://download.pytorch.org/whl/cpu: is that host reachable from here?"
 else
   step 2 "$torch and CUDA libraries, several GB: with the rest"
@@ -61,7 +61,7 @@ fi
 step 3 "$(grep -c == "$lock") packages of $lock"
 if ! tidy .venv/bin/uv pip install -p .venv --no-deps -r "$lock"; then
   echo "uv failed (does it know your proxy or mirror? it reads UV_INDEX_URL, not pip's settings); trying pip, which is slower"
-  tidy pip install --no-deps -r "$lock"
+  tidy pip install --no-deps --no-compile -r "$lock"
 fi
 
 step 4 "vime itself"

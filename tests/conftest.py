@@ -39,7 +39,7 @@ def make_config(tiny_model: Path) -> Callable[..., Config]:
     base = {
         "model": str(tiny_model),
         "data": {"prompts": "unused.jsonl"},
-        "rollout": {"max_context_len": 128, "max_response_len": 16, "concurrency": 32},
+        "rollout": {"max_context_len": 128, "max_response_len": 16, "concurrency": 512},
         "reward": {"function": "exact"},
         "vllm": {"block_size": 32},
     }
@@ -56,7 +56,7 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def tiny_server(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One real vLLM server over the tiny model. A test that kills it brings it back before it ends."""
     from vime.rollout.engine import Engine
 
@@ -66,3 +66,9 @@ def tiny_server(make_config: Callable[..., Config], tmp_path_factory: pytest.Tem
         yield Server(engine, engine.start(), cfg)
     finally:
         engine.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_server(server: Server) -> str:
+    """URL of `server`, for runs with rollout.engines = [tiny_server]."""
+    return server.url

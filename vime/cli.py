@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     y.add_argument("--out", required=True, help="folder to make")
     y.add_argument("--seed", type=int, default=0)
-    y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: about 25 s on one core)")
+    y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
 
     c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
     c.add_argument("config", nargs="?", help="TOML file to resolve; without it the reference of all keys is printed")

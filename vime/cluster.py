@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray would SIGKILL the guards of procs.py before they can end the servers they guard.
+os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions as rex
@@ -45,8 +48,8 @@ class Cluster:
     In sync mode servers and trainer take turns, so each gets all cores of a CPU machine (and waits passively).
     """
 
-    def __init__(self, cfg: Config, folder: Path):
-        self.cfg, self.folder = cfg, folder
+    def __init__(self, cfg: Config, folder: Path, take_signals: Callable[[], None] = lambda: None):
+        self.cfg, self.folder, self.take_signals = cfg, folder, take_signals
         self.engines: list[Any] = []
         self.workers: list[Any] = []
         self.trainers: list[Any] = []
@@ -77,11 +80,12 @@ class Cluster:
                 num_cpus=1024 if local else None,
                 include_dashboard=False if local else None,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 namespace=f"vime-{cfg.name}",
             )
         except Exception as e:  # Ray raises half a dozen types here
             raise VimeError(f"Ray did not start: {type(e).__name__}: {e}", f"ray.address = {cfg.ray.address!r}; see `vime doctor`") from e
+        self.take_signals()
         if local:
             me = psutil.Process()
             self._ray_pids = [p for p in me.children(recursive=True) if p.name() in ("gcs_server", "raylet")]
@@ -182,8 +186,10 @@ class Cluster:
                 found["died"] = VimeError(f"{name} died: {str(e).splitlines()[0]}", "rerun with --resume")
             except rex.RayTaskError as e:
                 c = cause(e)
-                known = isinstance(c, VimeError)
-                found["known" if known else "raised"] = c if known else VimeError(f"{name}: {type(c).__name__}: {c}", log=str(e)[-3000:])
+                if isinstance(c, VimeError):
+                    found["known"] = c
+                else:
+                    found["raised"] = VimeError(f"{name}: {type(c).__name__}: {c}", log=str(e)[-3000:])
         return found.get("died") or found.get("known") or found["raised"]
 
     # ---------------------------------------------------------------- work
@@ -243,4 +249,3 @@ class Cluster:
         """Write a step's samples to a readable file, in a process of its own: the controller never holds them."""
         task = ray.remote(dump_samples).options(num_cpus=0, max_retries=2)
         self._dumps.append(task.remote(str(path.resolve()), *[data[g] for g in sorted(data)]))
-

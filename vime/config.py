@@ -14,7 +14,7 @@ from vime.errors import VimeError, nearest
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):

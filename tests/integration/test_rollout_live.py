@@ -81,8 +81,8 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def stack(tiny_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    s = Stack(tiny_server, tmp_path_factory.mktemp("rollout"))
+def stack(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    s = Stack(server, tmp_path_factory.mktemp("rollout"))
     try:
         s.fleet.probe()
         yield s
@@ -124,7 +124,7 @@ def run(worker: RolloutWorker, *groups: list[Sample], version: int, evaluation: 
 def test_groups_come_back_aligned_with_true_logprobs(stack: Stack) -> None:
     policy = stack.policy().publish(stack.fleet)
     groups = [group(at=i) for i in range(6)]
-    results = run(stack.worker(rollout={"temperature": 0.7}), *groups, version=policy.version)
+    results = run(stack.worker(rollout={"temperature": 1.7}), *groups, version=policy.version)
     for before, (report, samples) in zip(groups, results):
         assert [s.index for s in samples] == [s.index for s in before] and before[0].response_length == 0
         assert (report.retries, report.fenced, report.dropped) == (0, 0, None)
@@ -134,7 +134,7 @@ def test_groups_come_back_aligned_with_true_logprobs(stack: Stack) -> None:
             s.check()
             assert s.weight_versions == [policy.version] and s.tokens[: len(PROMPT)] == PROMPT
             assert s.status == (Status.COMPLETED if s.tokens[-1] == 2 else Status.TRUNCATED)
-            want = score(policy.model, s.tokens, 0.7)[len(PROMPT) - 1 :]
+            want = score(policy.model, s.tokens, 1.7)[len(PROMPT) - 1 :]
             assert max(abs(a - b) for a, b in zip(s.rollout_log_probs, want, strict=True)) < 1e-4
     assert len({tuple(s.tokens) for _, ss in results for s in ss}) > 12  # samples differ
 
@@ -254,7 +254,9 @@ def test_bad_weight_files_are_refused_in_one_line_and_harm_nothing(stack: Stack)
         with pytest.raises(VimeError) as e:
             stack.fleet.publish(good.version + 1, str(path), None)
         line = str(e.value)
-        assert "\n" not in line and f"engine 0 ({stack.server.url}): weights v{good.version + 1} did not take: {path}" in line and why in line
+        assert (
+            "\n" not in line and f"engine 0 ({stack.server.url}): weights v{good.version + 1} did not take: {path}" in line and why in line
+        )
     assert stack.restarts == 0
     ((report, _),) = run(stack.worker(), group(2), version=good.version)
     assert report.fenced == 0
@@ -296,8 +298,8 @@ def test_killed_processes_are_brought_back_and_their_requests_redone(stack: Stac
     for who in ("router", "api server", "engine core"):
         pid, counts = victims(stack)[who], dict(stack.fleet.counts)
         old = descendants(stack.server.engine.pid())
-        worker = stack.worker(rollout={"max_response_len": 110}, reward={"function": "tests.integration.plugins:length"})
-        worker.client, groups = EngineClient(stack.url), [group(8, at=i) for i in range(8)]
+        worker = stack.worker(rollout={"max_response_len": 110})
+        groups = [group(8, at=i) for i in range(8)]
 
         async def go(worker=worker, groups=groups, pid=pid):
             tasks = [asyncio.create_task(worker.run_group(g, policy.version)) for g in groups]

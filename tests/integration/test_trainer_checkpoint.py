@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.integration.trainer_kit import make_batch, make_cfg, make_model, on_ranks, one_rank, train_once, weights
+from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError
 from vime.trainer import checkpoint
 from vime.weights.publish import location
@@ -48,7 +48,9 @@ def resume(trainer, cfg, folder, steps):
 
 def test_resume_continues_bit_for_bit(tmp_path):
     """Weights, optimizer, random state and metrics of the run that was never interrupted."""
-    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, train={"lr": 1e-3, "steps": 10, "global_batch_size": 8, "lr_decay_style": "cosine"})
+    cfg = make_cfg(
+        make_model(tmp_path / "m"), tmp_path, train={"lr": 1e-3, "steps": 10, "global_batch_size": 8, "lr_decay_style": "cosine"}
+    )
     with one_rank(cfg) as t:
         train(t, cfg, [1, 2])
         torch.rand(3)  # something moved the generator: the resumed run must not start from the seed again
@@ -64,9 +66,10 @@ def test_resume_continues_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_number_of_ranks_may_change(tmp_path, tied):
+def test_the_number_of_ranks_may_change(tmp_path, two_ranks, tied):
     """Saved on 1 rank and continued on 2, and the reverse: each like the uninterrupted run."""
-    cfg = make_cfg(make_model(tmp_path / "m", tied=tied), tmp_path)
+    # Adam divides by the gradient's size, so a step of lr is also the error where a gradient is only rounding: keep it small
+    cfg = make_cfg(make_model(tmp_path / "m", tied=tied), tmp_path, train={"lr": 1e-4})
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     with one_rank(cfg) as t:
@@ -75,10 +78,10 @@ def test_the_number_of_ranks_may_change(tmp_path, tied):
         rest, final = train(t, cfg, [3, 4]), weights(t)
     pair = cfg.model_copy(deep=True)
     pair.parallel.fsdp = 2
-    on_ranks(2, save_after, pair, [1, 2], two, folder=tmp_path / "o1")
+    two_ranks(save_after, pair, [1, 2], two)
     with one_rank(cfg, two) as t:
         results = [(train(t, cfg, [3, 4]), weights(t))]
-    results.append(on_ranks(2, resume, pair, one, [3, 4], folder=tmp_path / "o2")[0])
+    results.append(two_ranks(resume, pair, one, [3, 4])[0])
     for metrics, end in results:
         assert [m["train/grad_norm"] for m in metrics] == pytest.approx([m["train/grad_norm"] for m in rest], abs=1e-5)
         for k in final:
@@ -121,7 +124,10 @@ def test_disk_full_while_saving_leaves_the_old_checkpoint(tmp_path, where):
         train(t, cfg, [2])
         size = (old / "hf" / "model.safetensors").stat().st_size
         assert max(p.stat().st_size for p in (old / "trainer").iterdir()) > 2 * size
-        with file_size_limit(size // 2 if where == "hf" else int(size * 1.5)), pytest.raises(VimeError, match="earlier checkpoints are intact"):
+        with (
+            file_size_limit(size // 2 if where == "hf" else int(size * 1.5)),
+            pytest.raises(VimeError, match="earlier checkpoints are intact"),
+        ):
             checkpoint.write(folder, 2, {"step": 2}, lambda p: t.save(str(p)), keep=1)
         assert checkpoint.latest(folder) == old and [p.name for p in folder.iterdir()] == [old.name]
         assert contents(old) == before

@@ -1,9 +1,11 @@
 """What the trainer's tests share: small random models, random batches, and running a function on several real ranks."""
 
+import io
 import random
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -89,32 +91,51 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return out
 
 
-def _rank_main(rank: int, world: int, port: int, fn: Callable[..., Any], cfg: Config, args: tuple[Any, ...], out: Path) -> None:
+def _rank_main(rank: int, world: int, pipe: Connection) -> None:
+    """One rank's process: runs function after function until its pipe closes (starting it costs seconds, a function little)."""
     torch.set_num_threads(1)
-    trainer = Trainer(cfg, rank, world, "127.0.0.1", port)
-    try:
-        result: Any = fn(trainer, cfg, *args)
-    except Exception as e:  # the test looks at it
-        traceback.print_exc()
-        result = e
-    torch.save(result, out / f"{rank}.pt")
-    trainer.close()
+    while True:
+        try:
+            fn, cfg, args, port = pipe.recv()
+        except EOFError:
+            return
+        trainer = Trainer(cfg, rank, world, "127.0.0.1", port)
+        try:
+            result: Any = fn(trainer, cfg, *args)
+        except Exception as e:  # the test looks at it
+            traceback.print_exc()
+            result = RuntimeError(f"{type(e).__name__}: {e}")
+        trainer.close()
+        buffer = io.BytesIO()  # plain bytes: tensors sent by handle would need this process to outlive them
+        torch.save(result, buffer)
+        pipe.send(buffer.getvalue())
 
 
-def on_ranks(world: int, fn: Callable[..., Any], cfg: Config, *args: Any, folder: Path, timeout: float = 180) -> list[Any]:
-    """fn(trainer, cfg, *args) on `world` processes over gloo; what each returned, or the exception it raised."""
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=_rank_main, args=(r, world, port, fn, cfg, args, folder)) for r in range(world)]
-    try:
-        for p in ranks:
-            p.start()
-        for p in ranks:
-            p.join(timeout)
-        assert [p.exitcode for p in ranks] == [0] * world
-    finally:
-        for p in ranks:
-            p.kill()
-            p.join()
-    return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(world)]
+class Ranks:
+    """`world` processes over gloo. Call it: fn(trainer, cfg, *args) on each; what each returned, or a RuntimeError that names its error."""
+
+    def __init__(self, world: int):
+        context = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            self.processes.append(context.Process(target=_rank_main, args=(rank, world, theirs), daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+
+    def __call__(self, fn: Callable[..., Any], cfg: Config, *args: Any, timeout: float = 240) -> list[Any]:
+        port = free_port()
+        for pipe in self.pipes:
+            pipe.send((fn, cfg, args, port))
+        out = []
+        for pipe in self.pipes:
+            assert pipe.poll(timeout), "a rank did not answer in time"
+            out.append(torch.load(io.BytesIO(pipe.recv()), weights_only=False))
+        return out
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes):
+            pipe.close()
+            process.join(10)
+            process.kill()

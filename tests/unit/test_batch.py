@@ -82,7 +82,9 @@ def test_budget_holds(samples, budget):
     """Packed tokens never exceed the budget, but for a sample that is longer itself."""
     metas = [meta_of(s) for s in samples]
     by_index = {s.index: s for s in samples}
-    same_prompt = {g: len({tuple(s.tokens[: s.prompt_length]) for s in samples if s.group_index == g}) for g in {m.group_index for m in metas}}
+    same_prompt = {
+        g: len({tuple(s.tokens[: s.prompt_length]) for s in samples if s.group_index == g}) for g in {m.group_index for m in metas}
+    }
     for micro in plan(metas, [1.0] * len(metas), make_cfg(max_tokens_per_gpu=budget), 1)[0].steps[0]:
         if len(micro) > 1 and all(same_prompt[i.group_index] == 1 for i in micro):
             assert pack(micro, by_index).ids.numel() <= budget
@@ -143,7 +145,9 @@ def test_pack_lays_out_every_trained_token_behind_its_own_context(samples, rando
         seen = flat[p.scatter[t]].tolist()
         assert len(set(seen)) == len(seen) and p.positions[0, t] == len(seen) - 1 and seen[-1] == t
         context[t] = [ids[k] for k in seen]
-    got = Counter((tuple(context[r]), y, a, lp) for r, y, a, lp in zip(*(x.tolist() for x in (p.rows, p.labels, p.advantages, p.rollout_log_probs))))
+    got = Counter(
+        (tuple(context[r]), y, a, lp) for r, y, a, lp in zip(*(x.tolist() for x in (p.rows, p.labels, p.advantages, p.rollout_log_probs)))
+    )
     want: Counter = Counter()
     for s in live:
         for k in range(s.response_length):

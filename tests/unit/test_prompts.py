@@ -53,7 +53,9 @@ def test_peek_moves_nothing(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(rows=st.integers(1, 9), takes=st.lists(st.integers(0, 7), max_size=8), cut=st.integers(0, 8), seed=st.integers(0, 5))
-def test_resume_anywhere_continues_the_same_order(tmp_path_factory: pytest.TempPathFactory, rows: int, takes: list[int], cut: int, seed: int) -> None:
+def test_resume_anywhere_continues_the_same_order(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, takes: list[int], cut: int, seed: int
+) -> None:
     path = write(tmp_path_factory.mktemp("p") / "a.jsonl", words(rows))
     whole, before, after = (open_prompts(path, seed=seed) for _ in range(3))
     expected = [s.to_dict() for k in takes for g in whole.next(k) for s in g]

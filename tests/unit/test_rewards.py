@@ -47,8 +47,9 @@ def test_regex_takes_the_last_match(pattern: str, response: str, label: Any, rew
 def test_math_from_worker_threads() -> None:
     fn = resolve(RewardConfig())
     cases = [
-        ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0), ("The answer is 12.", 12, 1.0), ("The answer is 13.", 12, 0.0), ("no idea", "12", 0.0), ("", 3, 0.0),
-        ("$x^2+2x+1$", "(x+1)^2", 1.0), ("it is $1{,}234$", "1234", 1.0), ("first 7, then 8", 8, 1.0), ("$\\frac{\\sqrt{4}}{3}$", "\\frac{2}{3}", 1.0),
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0), ("The answer is 12.", 12, 1.0), ("The answer is 13.", 12, 0.0), ("no idea", "12", 0.0),
+        ("", 3, 0.0), ("$x^2+2x+1$", "(x+1)^2", 1.0), ("it is $1{,}234$", "1234", 1.0), ("first 7, then 8", 8, 1.0),
+        ("$\\frac{\\sqrt{4}}{3}$", "\\frac{2}{3}", 1.0),
     ]  # fmt: skip
 
     async def all_at_once() -> list[Any]:

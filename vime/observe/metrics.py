@@ -118,19 +118,22 @@ class MetricLogger:
 
     def table(self, height: int = 12) -> Any:
         """The last steps as a rich table under the whole run's reward curve."""
+        from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
         done, spent = self.rows[-1]["step"], time.monotonic() - self.begun
         here = done - self.start
         left = f", {spent / here * (self.total - done) / 60:.1f} min left" if here > 0 and done < self.total else ""
         rewards = [r["rollout/raw_reward"] for r in self.rows if r.get("rollout/raw_reward") is not None]
-        table = Table(title=f"{self._title}\nstep {done}/{self.total}{left}   reward {sparkline(rewards)}", title_justify="left")
+        head = Text(f"{self._title}\nstep {done}/{self.total}{left}   reward {sparkline(rewards)}")
+        table = Table()
         shown = [c for c in COLUMNS if any(r.get(c[1]) is not None for r in self.rows)]
         for name in ["step", *(c[0] for c in shown)]:
             table.add_column(name, justify="right")
         for r in self.rows[-height:]:
             table.add_row(str(r["step"]), *("" if r.get(key) is None else fmt.format(r[key]) for _, key, fmt in shown))
-        return table
+        return Group(head, table)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

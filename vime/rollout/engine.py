@@ -84,6 +84,7 @@ def await_up(child: Child, health: str, name: str, log: Path, skip: int = 0, tim
 
 def cause(text: str) -> str:
     """The line of a server's log that says why it died: the last exception that isn't the mere report of another process's death."""
+    text = re.sub(r"(validation errors? for \w+)\n.*?(Value error|Input)", r"\1: \2", text)  # pydantic says what on the next line
     found = re.findall(r"((?:[\w.]+\.)?\w*(?:Error|Exception|error): .+)", text)
     real = [x for x in found if "Engine core initialization failed" not in x and "cancelled" not in x]
     return (real or ["see the log tail"])[-1].strip()[:300]

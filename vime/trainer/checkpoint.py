@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from vime.errors import VimeError
@@ -104,7 +105,7 @@ def save_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
     agree(error)
     try:
         dcp.save(tree(model, optimizer), checkpoint_id=folder / "trainer")
-    except Exception as e:  # CheckpointException carries every rank's error; raised on all of them
+    except (CheckpointException, Exception) as e:  # the former is no Exception; it carries every rank's error to all of them
         text = str(e).strip().splitlines()[-1]
         raise VimeError(f"checkpoint {folder.name} could not be written: {text}", "is the disk full? earlier checkpoints are intact") from e
 
@@ -125,7 +126,7 @@ def load_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
     """Weights, optimizer and, where this rank existed when it was saved, its random state; a collective."""
     try:
         dcp.load(tree(model, optimizer), checkpoint_id=folder / "trainer")
-    except Exception as e:
+    except (CheckpointException, Exception) as e:
         raise VimeError(f"checkpoint {folder} does not load: {str(e).strip().splitlines()[-1]}", "is it of this model?") from e
     rng = folder / "trainer" / f"rng_{dist.get_rank()}.pt"
     if rng.exists():

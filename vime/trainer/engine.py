@@ -23,7 +23,7 @@ from vime.trainer import checkpoint
 from vime.trainer.batch import Item, RankPlan
 from vime.trainer.loss import HeadLoss, head_log_probs, kl, policy_loss
 from vime.trainer.packing import Pack, pack
-from vime.trainer.parallel import init, load_model
+from vime.trainer.parallel import agree, init, load_model
 from vime.weights import Canary
 from vime.weights.publish import canary_tokens, location, publish
 
@@ -65,8 +65,8 @@ class Head:
 class Trainer:
     """Rank `rank` of `world`. Methods are collectives: call each on every rank, in the same order.
 
-    Raises (any method): VimeError for what a person can act on. After an error in train() the rank leaves the process group,
-    so that its peers fail at once instead of waiting for it.
+    Raises (any method): VimeError for what a person can act on. Faults in a rank's input fail all ranks at once; where a rank
+    dies inside a collective its peers lose the connection, or at worst time out (parallel.COLLECTIVE_TIMEOUT).
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, master_addr: str, master_port: int):
@@ -104,19 +104,16 @@ class Trainer:
 
         groups: samples, of which the plan's are picked by index. Returns: metrics, the same on every rank.
         """
-        try:
-            return self._train(step, plan, {s.index: s for g in groups for s in g})
-        except BaseException:
-            if self.world > 1:
-                dist.destroy_process_group()
-            raise
-
-    def _train(self, step: int, plan: RankPlan, samples: dict[int, Sample]) -> dict[str, float]:
         start = time.monotonic()
-        missing = [i.index for mini in plan.minibatches for i in mini if i.index not in samples]
-        if missing:
-            raise VimeError(f"trainer rank {self.rank}: step {step} plans samples that did not arrive: {missing[:8]}")
-        steps = [[pack(items, samples).to(self.device) for items in mini] for mini in plan.steps]
+        samples = {s.index: s for g in groups for s in g}
+        steps: list[list[Pack]] = []
+        error: Exception | None = None
+        try:
+            steps = [[pack(items, samples).to(self.device) for items in mini] for mini in plan.steps]
+        except (KeyError, ValueError) as e:
+            what = f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)
+            error = VimeError(f"step {step}, trainer rank {self.rank}: {what}")
+        agree(error)  # peers must not enter the first collective without this rank
         for batch in (b for mini in steps for b in mini):
             if self.reference is not None:
                 batch.ref = self.log_probs(self.reference, batch)

@@ -1,0 +1,133 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime import config
+from vime.errors import VimeError
+
+BASE: dict[str, Any] = {"model": "m", "data": {"prompts": "p.jsonl"}}
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*/run.toml"))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "m"\n' + text + '\n[data]\nprompts = "p.jsonl"\n')
+    return path
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.parent.name)
+def test_the_examples_are_valid_and_survive_a_round_trip(path: Path, tmp_path: Path) -> None:
+    cfg = config.load(path)
+    (tmp_path / "again.toml").write_text(config.dump(cfg))
+    assert config.load(tmp_path / "again.toml") == cfg
+
+
+def test_there_are_examples() -> None:
+    assert {p.parent.name for p in EXAMPLES} >= {"reverse", "arithmetic"}
+
+
+def test_every_fault_is_reported_at_once_with_the_nearest_name(tmp_path: Path) -> None:
+    path = write(tmp_path, "sed = 3\n[train]\nstpes = 3\nlr = 'fast'\n[rewrd]\n[rollout]\nbatch_size = 0")
+    with pytest.raises(VimeError) as e:
+        config.load(path)
+    text = str(e.value)
+    assert "5 faults" in text
+    assert "sed: unknown key; did you mean 'seed'?" in text
+    assert "train.stpes: unknown key; did you mean 'steps'?" in text
+    assert "rewrd: unknown key; did you mean 'reward'?" in text
+    assert "train.lr" in text and "got 'fast'" in text
+    assert "rollout.batch_size" in text and "got 0" in text
+
+
+def test_missing_keys(tmp_path: Path) -> None:
+    with pytest.raises(VimeError, match=r"model: missing(.|\n)*data: missing"):
+        config.validate({}, "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.global_batch_size=7"], "does not divide rollout.batch_size x n_samples_per_prompt = 64"),
+        (["parallel.fsdp=3"], "parallel.fsdp 3 does not divide"),
+        (["rollout.n_samples_per_prompt=1"], "GRPO needs"),
+        (["rollout.max_response_len=9", "rollout.max_context_len=9"], "leaves no room for a prompt"),
+        (["rollout.top_p=0.9"], "top_p"),
+        (["reward.function=regex"], "needs reward.pattern"),
+        (["train"], "not of the form"),
+        (["seed.x=1"], "seed is not a section"),
+        (["train.lr=nan"], "train.lr"),
+        (["rollout.temperature=inf"], "rollout.temperature"),
+    ],
+)
+def test_settings_that_do_not_fit_together(tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(VimeError, match=said):
+        config.load(write(tmp_path, "seed = 1"), overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "value"),
+    [
+        ("train.lr=1e-6", ["train", "lr"], 1e-6),
+        ("name=demo-2", ["name"], "demo-2"),
+        ("data.prompts=a=b.jsonl@[0:3]", ["data", "prompts"], "a=b.jsonl@[0:3]"),
+        ("rollout.engines=['http://h:1']", ["rollout", "engines"], ["http://h:1"]),
+        ("vllm.enforce-eager=true", ["vllm", "enforce-eager"], True),
+        ("reward.pattern=\\d+", ["reward", "pattern"], "\\d+"),
+        ("name=", ["name"], ""),
+    ],
+)
+def test_overrides_are_toml_or_text(text: str, keys: list[str], value: Any) -> None:
+    assert config.parse_override(text) == (keys, value)
+
+
+def test_overrides_win_and_make_sections(tmp_path: Path) -> None:
+    cfg = config.load(write(tmp_path, "[train]\nlr = 1.0"), ["train.lr=2e-5", "vllm.max_num_seqs=8", "eval.prompts=e.jsonl"])
+    assert (cfg.train.lr, cfg.vllm, cfg.eval.prompts) == (2e-5, {"max_num_seqs": 8}, "e.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "no such configuration file"), (b"a = ", "readable TOML"), (b"\xff", "readable TOML")]
+)
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "r.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(VimeError, match=said):
+        config.load(path)
+
+
+scalars = st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=8) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text("ab", min_size=1), scalars, max_size=2)
+trees = st.fixed_dictionaries({
+    "train": st.fixed_dictionaries({"lr": st.floats(1e-9, 1.0), "steps": st.integers(1, 10**6)}),
+    "rollout": st.fixed_dictionaries({"stop": st.lists(st.text(max_size=5), max_size=3)}),
+    "reward": st.fixed_dictionaries({"function": st.just("regex"), "pattern": st.text(min_size=1, max_size=9)}),
+    "vllm": st.dictionaries(st.text("abc-_", min_size=1), values, max_size=4),
+})  # fmt: skip
+
+
+@settings(deadline=None, max_examples=50)
+@given(tree=trees)
+def test_dump_and_load_are_inverse(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
+    cfg = config.validate(BASE | tree, "t")
+    path = tmp_path_factory.mktemp("c") / "c.toml"
+    path.write_text(config.dump(cfg))
+    assert config.load(path) == cfg
+
+
+def test_the_reference_names_every_key() -> None:
+    text = config.reference()
+
+    def names(model: Any) -> list[str]:
+        out = []
+        for name, f in model.model_fields.items():
+            out += names(f.annotation) if isinstance(f.annotation, type) and issubclass(f.annotation, config.Section) else [name]
+        return out
+
+    missing = [n for n in names(config.Config) if f"| `{n}` |" not in text]
+    assert not missing

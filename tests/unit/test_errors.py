@@ -1,0 +1,28 @@
+import pickle
+from pathlib import Path
+
+from vime.errors import VimeError, nearest, tail
+
+
+def test_the_line_a_person_sees() -> None:
+    assert str(VimeError("it broke")) == "it broke"
+    assert str(VimeError("it broke", "mend it")) == "it broke (mend it)"
+    assert str(VimeError("it broke", "mend it", "last\nwords\n")) == "it broke (mend it)\n--- log tail ---\nlast\nwords"
+
+
+def test_an_error_survives_pickling() -> None:
+    e = pickle.loads(pickle.dumps(VimeError("what", "fix", "log")))
+    assert isinstance(e, VimeError) and (e.what, e.fix, e.log) == ("what", "fix", "log")
+
+
+def test_nearest() -> None:
+    assert nearest("stpes", ["steps", "lr"]) == "did you mean 'steps'?"
+    assert nearest("zzzz", ["steps", "lr"]) == "valid: lr, steps"
+
+
+def test_tail(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    assert tail(str(log)) == ""
+    log.write_bytes(b"".join(b"line %d \xff\n" % i for i in range(5000)))
+    lines = tail(str(log), 3).splitlines()
+    assert [x.split()[1] for x in lines] == ["4997", "4998", "4999"]

@@ -1,0 +1,87 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vime.sample import Sample, Status, meta_of
+
+ids = st.lists(st.integers(0, 50), max_size=6)
+maybe_ids = st.none() | ids
+call = st.tuples(ids, st.none() | st.lists(st.floats(-9, 0), max_size=6), maybe_ids | st.integers(0, 3), st.booleans())
+
+
+@given(prompt=ids, calls=st.lists(call, max_size=8))
+def test_arrays_stay_aligned_whatever_is_appended(prompt: list[int], calls: list[Any]) -> None:
+    """A call either grows every array by the same number or raises and changes nothing."""
+    s = Sample(tokens=list(prompt))
+    for tokens, log_probs, versions, trainable in calls:
+        before = s.to_dict()
+        try:
+            s.append_tokens(tokens, log_probs, versions=versions, trainable=trainable)
+        except ValueError:
+            assert s.to_dict() == before
+        else:
+            assert s.tokens == before["tokens"] + tokens and s.response_length == before["response_length"] + len(tokens)
+            assert s.loss_mask == before["loss_mask"] + [int(trainable)] * len(tokens)
+        s.check()
+        assert len(s.loss_mask) == len(s.rollout_log_probs) == len(s.token_versions) == s.response_length
+        assert s.prompt_length == len(prompt) and s.tokens[: len(prompt)] == prompt
+
+
+def test_valid_calls_are_accepted() -> None:
+    s = Sample(tokens=[1, 2])
+    s.append_tokens([3, 4], [-0.5, -1.0], versions=[2, 3])
+    s.append_tokens([5], trainable=False)
+    s.append_tokens([6], [-0.25], versions=2)
+    assert (s.tokens, s.response_length, s.prompt_length) == ([1, 2, 3, 4, 5, 6], 4, 2)
+    assert (s.loss_mask, s.rollout_log_probs, s.token_versions) == ([1, 1, 0, 1], [-0.5, -1.0, 0.0, -0.25], [2, 3, -1, 2])
+    assert s.weight_versions == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"versions": 1}, "no logprobs; missing logprobs are never filled in"),
+        ({"log_probs": [-1.0], "versions": 1}, "2 trainable tokens came with 1 logprobs"),
+        ({"log_probs": [-1.0, -1.0]}, "need the weight version"),
+        ({"log_probs": [-1.0, -1.0], "versions": [1]}, "2 tokens came with 1 weight versions"),
+        ({"log_probs": [-1.0, -1.0], "trainable": False}, "carry no logprobs"),
+    ],
+)
+def test_a_call_that_does_not_fit_names_the_sample(kwargs: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"sample 7: .*{said}"):
+        Sample(index=7).append_tokens([1, 2], **kwargs)
+
+
+@given(prompt=ids, tokens=ids, removed=st.booleans(), status=st.sampled_from(Status), reward=st.floats(-5, 5))
+def test_a_round_trip_through_json_loses_nothing(
+    prompt: list[int], tokens: list[int], removed: bool, status: Status, reward: float
+) -> None:
+    s = Sample(index=2, rollout_id=5, tokens=prompt, remove_sample=removed, status=status, reward={"acc": reward}, metadata={"a": [1]})
+    s.append_tokens(tokens, [-0.1] * len(tokens), versions=3)
+    assert Sample.from_dict(json.loads(json.dumps(s.to_dict()))) == s
+    m = meta_of(s, "acc")
+    assert (m.reward, m.trained_tokens, m.removed, m.rollout_id) == (reward, 0 if removed else len(tokens), removed, 5)
+    assert m.prompt_length + m.response_length == len(prompt) + len(tokens)
+
+
+def test_meta_of_refuses_a_sample_that_is_not_whole() -> None:
+    s = Sample(index=4, reward=1.0)
+    s.append_tokens([1], [-1.0], versions=0)
+    for name in ("loss_mask", "rollout_log_probs", "token_versions"):
+        broken = Sample.from_dict(s.to_dict() | {name: []})
+        with pytest.raises(ValueError, match=f"sample 4: {name} has 0 entries for 1"):
+            meta_of(broken)
+    with pytest.raises(ValueError, match="exceeds 0 tokens"):
+        meta_of(Sample.from_dict(s.to_dict() | {"tokens": []}))
+    assert meta_of(s).rollout_id == 4  # without a rollout_id a sample is its own rollout
+
+
+def test_reward_value() -> None:
+    assert Sample(reward=True).reward_value() == 1.0 and Sample(reward={"a": 2}).reward_value("a") == 2.0
+    bad = ((None, None, "has no reward"), ({"a": 1}, None, "reward.key"), ({"a": 1}, "b", "keys"), ({"a": None}, "a", "has no reward"))
+    for reward, key, said in bad:
+        with pytest.raises(ValueError, match=f"sample 6.*{said}"):
+            Sample(index=6, reward=reward).reward_value(key)
