@@ -27,10 +27,8 @@ demo-tiny: install ## the short check: a character-level model learns to reverse
 	@$(BIN)/python examples/reverse/make_data.py
 	@$(BIN)/vime train examples/reverse/run.toml --overwrite
 
-test: install ## unit, integration and end-to-end tests
-	@for stage in unit integration e2e; do \
-	  echo "== $$stage tests"; $(PYTEST) tests/$$stage; \
-	done
+test: install ## unit, integration and end-to-end tests; one session, so that they share one server and one tiny model
+	@$(PYTEST) tests/unit tests/integration tests/e2e
 
 unit integration e2e: install ## one stage of the tests
 	@$(PYTEST) tests/$@

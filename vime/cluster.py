@@ -90,7 +90,7 @@ class Cluster:
             me = psutil.Process()
             self._ray_pids = [p for p in me.children(recursive=True) if p.name() in ("gcs_server", "raylet")]
         threads = str(max(1, (os.cpu_count() or 1) // cfg.parallel.fsdp))
-        env = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "TOKENIZERS_PARALLELISM": "false"}
+        env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         folder = str(self.folder.resolve())
         urls = list(cfg.rollout.engines)

@@ -71,12 +71,6 @@ def checks(cfg: Config | None) -> Iterator[Row]:
             yield ("ok" if free > need * GIB else "warn", f"space in {os.path.realpath(path)}", f"{free / GIB:.1f} GiB free")
     proxies = sorted(k for k in os.environ if k.lower() in ("http_proxy", "all_proxy"))
     yield ("ok", "proxy variables", f"{', '.join(proxies)} set; ignored for the run's own servers" if proxies else "none")
-    iomp = Path(sys.prefix, "lib", "libiomp5.so")
-    yield (
-        "ok" if iomp.exists() or gpus else "warn",
-        "OpenMP of the CPU servers",
-        str(iomp) if iomp.exists() else "no libiomp5.so in the environment: servers are slower",
-    )
     if cfg:
         from vime.train import preflight
 

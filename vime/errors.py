@@ -25,14 +25,3 @@ def nearest(name: str, valid: list[str]) -> str:
     """'did you mean ...?' for the closest valid name, or the list of them where none is close."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else "valid: " + ", ".join(sorted(valid))
-
-
-def tail(path: str, lines: int = 25) -> str:
-    """Last lines of a text file, for an error's log; empty where there is no such file."""
-    try:
-        with open(path, "rb") as f:
-            f.seek(0, 2)
-            f.seek(max(0, f.tell() - 16384))
-            return "\n".join(f.read().decode(errors="replace").splitlines()[-lines:])
-    except FileNotFoundError:
-        return ""

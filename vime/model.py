@@ -80,8 +80,7 @@ def _convert_gguf(place: str, tmp: Path) -> None:
         max_position_embeddings=8192, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
-    heads = {"attn_q": 9, "attn_k": 3}
-    state = {}
+    heads, state = {"attn_q": 9, "attn_k": 3}, {}
     for t in gguf.GGUFReader(f"{place}/{GGUF}").tensors:
         w = gguf.dequantize(t.data, t.tensor_type)
         _, _, part = t.name.removesuffix(".weight").rpartition(".")
@@ -114,9 +113,19 @@ def tiny(out: str | os.PathLike[str], seed: int = 0, sft_steps: int = 500) -> Pa
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=3 + len(CHARS), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, dtype="float32",
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+        vocab_size=3 + len(CHARS),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        dtype="float32",
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
     )
     _quiet()
     rng, threads = random.Random(seed), torch.get_num_threads()

@@ -47,10 +47,7 @@ class Child:
 
 
 def spawn(cmd: list[str], log: Path, env: dict[str, str]) -> Child:
-    """Start `cmd` under a guard; its output is appended to `log`, `env` is laid over this process's environment.
-
-    Raises: OSError where the command can't be started.
-    """
+    """Start `cmd` under a guard; its output is appended to `log`, `env` is laid over this process's environment. Or raises OSError."""
     full = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | env
     log.parent.mkdir(parents=True, exist_ok=True)
     ours, theirs = socket.socketpair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -108,7 +109,9 @@ class Sample:
             r = r[key]
         if r is None:
             raise ValueError(f"sample {self.index} has no reward")
-        return float(r)
+        if not math.isfinite(value := float(r)):
+            raise ValueError(f"sample {self.index}: its reward is {value}")
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"status": self.status.value}

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import tomli_w
 
+from tests.conftest import merged
+
 REVERSE = {
     "data": {"input_key": "prompt", "label_key": "label"},
     "rollout": {"batch_size": 8, "n_samples_per_prompt": 8, "max_response_len": 7, "max_context_len": 32, "concurrency": 64},
@@ -25,19 +27,15 @@ REVERSE = {
 }
 
 
-def deep_merge(a: dict, b: dict) -> dict:
-    return {**a, **{k: deep_merge(a[k], v) if isinstance(v, dict) and isinstance(a.get(k), dict) else v for k, v in b.items()}}
-
-
 class Job:
     """One run: its folder, its process, what it printed."""
 
     def __init__(self, root: Path, model: Path, prompts: Path, name: str = "job", **changes: dict):
         self.root, self.name, self.mark = root, name, uuid.uuid4().hex
         self.folder = root / "runs" / name
-        tree = deep_merge(REVERSE, {"name": name, "run_dir": str(root / "runs"), "model": str(model), "data": {"prompts": str(prompts)}})
+        tree = merged(REVERSE, {"name": name, "run_dir": str(root / "runs"), "model": str(model), "data": {"prompts": str(prompts)}})
         self.config = root / f"{name}.toml"
-        self.config.write_text(tomli_w.dumps(deep_merge(tree, changes)))
+        self.config.write_text(tomli_w.dumps(merged(tree, changes)))
         self.out = root / f"{name}.out"
         self.process: subprocess.Popen | None = None
 

@@ -16,6 +16,7 @@ from vime.trainer.advantage import grpo
 from vime.trainer.batch import Item, plan
 from vime.trainer.packing import pack
 
+LR = 1e-4  # Adam divides by the gradient's size, so where a gradient is only rounding its step, of size lr, is arbitrary: keep it small
 SAME = (
     "train/loss",
     "train/pg_loss",
@@ -122,7 +123,7 @@ def test_updates_do_not_depend_on_micro_batches_or_order(tmp_path, aggregate):
     folder = make_model(tmp_path / "m")
     loss, algo = {"aggregate": aggregate}, {"kl_loss_coef": 0.1, "entropy_coef": 0.01}
     runs = [
-        single(make_cfg(folder, tmp_path, loss=loss, algo=algo, train={"lr": 1e-3, "max_tokens_per_gpu": b, "logprob_chunk": c}), [3, 4])
+        single(make_cfg(folder, tmp_path, loss=loss, algo=algo, train={"lr": LR, "max_tokens_per_gpu": b, "logprob_chunk": c}), [3, 4])
         for b, c in ((10**6, 1024), (40, 5), (1, 1024))
     ]
     compare(runs[0], runs[1])
@@ -136,7 +137,7 @@ def test_two_ranks_equal_one(tmp_path, two_ranks, tied):
         make_model(tmp_path / "m", tied=tied),
         tmp_path,
         algo={"kl_loss_coef": 0.1},
-        train={"lr": 1e-3, "global_batch_size": 8, "max_tokens_per_gpu": 64},
+        train={"lr": LR, "global_batch_size": 8, "max_tokens_per_gpu": 64},
     )
     one = single(cfg, [5, 6])
     cfg.parallel.fsdp = 2
@@ -144,6 +145,16 @@ def test_two_ranks_equal_one(tmp_path, two_ranks, tied):
     assert [{k: m[k] for k in SAME} for m in two[0][0]] == [{k: m[k] for k in SAME} for m in two[1][0]], "every rank reports the same"
     compare(one, two[0])
     close(two[0][1], two[1][1], 0)
+
+
+def test_two_ranks_in_bf16(tmp_path, two_ranks):
+    """Half precision runs through the same sharding; sums over ranks stay those of one rank but for its rounding."""
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, train={"lr": 1e-4, "dtype": "bfloat16"})
+    one = single(cfg, [5])
+    cfg.parallel.fsdp = 2
+    two = two_ranks(run_steps, cfg, [5])[0]
+    for key in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert one[0][0][key] == pytest.approx(two[0][0][key], rel=0.02, abs=0.02)
 
 
 def test_several_optimizer_steps_start_on_policy(tmp_path):
@@ -157,7 +168,7 @@ def test_several_optimizer_steps_start_on_policy(tmp_path):
 def test_leaving_out_zero_advantages_is_exact(tmp_path):
     """One group of the batch has equal rewards: left out of the forward, it leaves loss, gradient and update as they are."""
     folder = make_model(tmp_path / "m")
-    with_, without = (single(make_cfg(folder, tmp_path, train={"lr": 1e-3, "skip_zero_advantage": s}), [9, 10]) for s in (False, True))
+    with_, without = (single(make_cfg(folder, tmp_path, train={"lr": LR, "skip_zero_advantage": s}), [9, 10]) for s in (False, True))
     assert without[0][0]["train/skipped_samples"] == 5 and with_[0][0]["train/skipped_samples"] == 1
     for a, b in zip(with_[0], without[0]):
         assert (a["train/loss"], a["train/grad_norm"]) == pytest.approx((b["train/loss"], b["train/grad_norm"]), abs=1e-6)

@@ -1,7 +1,6 @@
 import pickle
-from pathlib import Path
 
-from vime.errors import VimeError, nearest, tail
+from vime.errors import VimeError, nearest
 
 
 def test_the_line_a_person_sees() -> None:
@@ -18,11 +17,3 @@ def test_an_error_survives_pickling() -> None:
 def test_nearest() -> None:
     assert nearest("stpes", ["steps", "lr"]) == "did you mean 'steps'?"
     assert nearest("zzzz", ["steps", "lr"]) == "valid: lr, steps"
-
-
-def test_tail(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    assert tail(str(log)) == ""
-    log.write_bytes(b"".join(b"line %d \xff\n" % i for i in range(5000)))
-    lines = tail(str(log), 3).splitlines()
-    assert [x.split()[1] for x in lines] == ["4997", "4998", "4999"]

@@ -9,9 +9,8 @@ import random
 import re
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vime.config import DataConfig
 from vime.errors import VimeError
@@ -20,28 +19,18 @@ from vime.sample import Sample
 SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One prompt. `text` is what was tokenized (the rendered chat template, if one applies); `tokens` its ids."""
-
-    text: str
+class Row(NamedTuple):
+    text: str  # what was tokenized: the rendered chat template, if one applies
     tokens: array[int]
     label: Any
     metadata: dict[str, Any]
 
 
 class Prompts:
-    """An endless stream of groups over a file, and its position.
+    """An endless stream of groups of n samples over a file, and its position. Epoch e visits the rows in the permutation drawn
+    from (seed, e). The path may end in a slice of rows: `path@[a:b]`, Python's meaning.
 
-    Args:
-        path: .jsonl or .parquet, optionally with a slice of rows: `path@[a:b]`, Python's meaning.
-        tokenizer: a Hugging Face fast tokenizer.
-        n: samples per prompt.
-        seed: epoch e visits the rows in the permutation drawn from (seed, e).
-        max_prompt_len: tokens.
-
-    Raises: VimeError for a missing, unreadable or empty file; one that lists bad JSON lines, rows without a prompt and prompts that
-    are too long, the first 10 with their line or row.
+    Raises: VimeError for a missing, unreadable or empty file, and one that lists all bad rows, the first 10 with their place.
     """
 
     def __init__(self, data: DataConfig, path: str, tokenizer: Any, n: int, seed: int, max_prompt_len: int):
@@ -124,12 +113,11 @@ def _rows(data: DataConfig, path: str, tokenizer: Any, max_prompt_len: int) -> l
     rows = []
     for start in range(0, len(found), 1024):
         part = found[start : start + 1024]
-        # A rendered chat template holds its special tokens already.
+        # a rendered chat template holds its special tokens already
         ids = tokenizer([text for _, text, _ in part], add_special_tokens=not data.apply_chat_template)["input_ids"]
         for (place, text, record), tokens in zip(part, ids):
             if len(tokens) > max_prompt_len:
                 faults.append(f"{place}: prompt of {len(tokens)} tokens, longer than the {max_prompt_len} that the context leaves")
-                continue
             rows.append(Row(text, array("i", tokens), record.get(data.label_key), record.get(data.metadata_key) or {}))
     if faults:
         long = any(" tokens, longer than " in f for f in faults)
@@ -183,8 +171,7 @@ def _render(data: DataConfig, record: Any, tokenizer: Any) -> str:
         if chat:
             raise ValueError("a list of chat messages needs data.apply_chat_template = true")
         return str(prompt)
-    template = data.chat_template or getattr(tokenizer, "chat_template", None)
-    if not template:
+    if not (data.chat_template or getattr(tokenizer, "chat_template", None)):
         raise ValueError("the tokenizer has no chat template: set data.chat_template, or data.apply_chat_template = false")
     messages = prompt if chat else [{"role": "user", "content": prompt}]
     try:

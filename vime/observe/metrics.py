@@ -10,8 +10,10 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from vime.config import Config
@@ -32,11 +34,7 @@ Tracker = tuple[str, Callable[[int, dict[str, float]], None], Callable[[], None]
 class MetricLogger:
     """Writes each step's metrics to `folder`/metrics.jsonl, the chosen trackers and the console.
 
-    Args:
-        total_steps: of the whole run.
-        start_step: the last finished step: 0, or the checkpoint's on a resume; lines of later steps are cut off the file, so that the
-            numbering goes on without repeats.
-
+    `start_step` is the last finished step: 0, or the checkpoint's on a resume; lines of later steps are cut off the file.
     Trackers run in a thread of their own: importing TensorBoard takes seconds, and a tracker that fails costs one warning, not the run.
     Raises: VimeError where the file cannot be written.
     """
@@ -56,10 +54,8 @@ class MetricLogger:
         self._live: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers")
         self._trackers: list[Tracker] = []
-        for name, wanted, opener in (
-            ("tensorboard", cfg.log.tensorboard, _tensorboard), ("wandb", cfg.log.wandb, _wandb), ("trackio", cfg.log.trackio, _trackio),
-        ):  # fmt: skip
-            if wanted:
+        for name, opener in {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}.items():
+            if getattr(cfg.log, name):
                 self._thread.submit(self._open, name, opener, cfg, folder)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -78,7 +74,6 @@ class MetricLogger:
             print(self.line(row), flush=True)
 
     def line(self, row: dict[str, Any]) -> str:
-        """A step as one line of plain text."""
         cells = [f"{label} {fmt.format(row[key])}" for label, key, fmt in COLUMNS if row.get(key) is not None]
         nulls = [k for k, v in row.items() if v is None]
         return f"step {row['step']}/{self.total}  " + "  ".join(cells) + (f"  NOT FINITE: {', '.join(nulls)}" if nulls else "")
@@ -87,7 +82,6 @@ class MetricLogger:
         """Flush and end everything. Safe to call twice."""
         if self._live:
             self._live.stop()
-            self._live = None
         self._thread.shutdown(wait=True)
         for name, _, end in list(self._trackers):
             self._guard(name, end)
@@ -112,7 +106,7 @@ class MetricLogger:
         from rich.live import Live
 
         if self._live is None:
-            self._live = Live(auto_refresh=False, transient=False)
+            self._live = Live(auto_refresh=False)
             self._live.start()
         self._live.update(self.table(), refresh=True)
 
@@ -139,11 +133,9 @@ class MetricLogger:
 def read(folder: Path) -> list[dict[str, Any]]:
     """The rows of `folder`/metrics.jsonl; a last line that a crash cut short is left out, a missing file is an empty one."""
     rows: list[dict[str, Any]] = []
-    try:
+    with suppress(FileNotFoundError, json.JSONDecodeError):
         for line in (folder / "metrics.jsonl").read_text().splitlines():
             rows.append(json.loads(line))
-    except (FileNotFoundError, json.JSONDecodeError):
-        pass
     return rows
 
 
@@ -194,20 +186,20 @@ def _trackio(cfg: Config, folder: Path, start: int) -> Tracker:
 
 def dump_samples(path: str, *groups: list[Sample]) -> None:
     """Write samples to `path`, one readable JSON object a line: texts first, then numbers, then per-token arrays of the response."""
-    lines = []
-    for s in (s for group in groups for s in group):
-        row = {
+    rows = (
+        {
             "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
             "label": s.label, "reward": s.reward, "status": s.status.value, "prompt_length": s.prompt_length,
             "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
             "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
             "loss_mask": s.loss_mask,
-        }  # fmt: skip
-        lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        }
+        for group in groups for s in group
+    )  # fmt: skip
     target = Path(path)
     tmp = target.with_suffix(".tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
-    tmp.write_text("".join(lines))
+    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
     tmp.replace(target)
 
 
@@ -222,7 +214,7 @@ def plot(folder: Path) -> Path:
     axes = figure.add_subplot()
     if train:
         steps, rewards = zip(*train)
-        means = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+        means = [fmean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
         axes.plot(steps, rewards, color="tab:blue", alpha=0.35, label="each step's samples")
         axes.plot(steps, means, color="tab:blue", label="mean of 5 steps")
     if held_out:
@@ -230,7 +222,6 @@ def plot(folder: Path) -> Path:
     axes.set(xlabel="step", ylabel="mean reward", title=folder.resolve().name)
     axes.grid(alpha=0.3)
     if train or held_out:
-        axes.legend(loc="best")
-    path = folder / "reward.png"
-    figure.savefig(path)
-    return path
+        axes.legend()
+    figure.savefig(folder / "reward.png")
+    return folder / "reward.png"

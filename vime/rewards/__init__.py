@@ -52,10 +52,7 @@ def resolve(reward: RewardConfig) -> Reward:
 
 
 async def score(fn: Reward, args: Any, sample: Sample, timeout: float) -> float | dict[str, Any]:
-    """Call a reward; a sync function runs in a thread (which nobody can end: after the timeout it goes on, unheeded).
-
-    Args:
-        timeout: seconds.
+    """Call a reward; a sync function runs in a thread (which nobody can end: after `timeout` seconds it goes on, unheeded).
 
     Returns: a finite float, or the function's dict unchanged.
     Raises: VimeError after the timeout, or for a value that is neither; whatever the function raises.

@@ -27,10 +27,7 @@ for _ in range(min(4, os.cpu_count() or 1)):
 
 def math_reward(args: Any, sample: Sample) -> float:
     """1 iff the last expression in the response (in \\boxed{}, LaTeX or plain) equals the label, a number or LaTeX, mathematically.
-
-    An answer that takes longer than 5 s or 4 GiB counts 0. Safe from any thread.
-    Raises: VimeError for a label without an expression.
-    """
+    An answer that takes longer than 5 s or 4 GiB counts 0; a label without an expression is a VimeError. Safe from any thread."""
     helper = _idle.get()
     try:
         helper = helper or _start()
@@ -81,12 +78,10 @@ def main() -> None:
         label, response = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
         wrapped = label if "$" in label or "\\boxed" in label else f"${label}$"
-        reply: bool | str
+        reply: bool | str = f"math-verify finds no expression in the label {label!r}"
         try:
-            gold = parse(wrapped, parsing_timeout=None) or parse(label, parsing_timeout=None)
-            reply = verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)
-            if not gold:
-                reply = f"math-verify finds no expression in the label {label!r}"
+            if gold := parse(wrapped, parsing_timeout=None) or parse(label, parsing_timeout=None):
+                reply = verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)
         except (MemoryError, RecursionError):
             reply = False
         signal.setitimer(signal.ITIMER_REAL, 0)

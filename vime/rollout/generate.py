@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from vime.config import Config
 from vime.rollout.http import EngineClient
 from vime.sample import Sample, Status
 
+T = TypeVar("T")
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 # The client of the worker that runs now: what a custom_generate plug-in talks to the servers with.
@@ -49,7 +51,17 @@ async def generate_group(client: EngineClient, samples: list[Sample], cfg: Confi
         sharing.setdefault(tuple(s.tokens), []).append(s)
     # vLLM refuses n > 1 for greedy sampling
     batches = list(sharing.values()) if params["temperature"] > 0 else [[s] for s in samples]
-    await asyncio.gather(*(_request(client, batch, cfg, params) for batch in batches))
+    await all_of(*(_request(client, batch, cfg, params) for batch in batches))
+
+
+async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
+    """Results in order; the first failure cancels the others, which would go on generating for a group that is redone."""
+    tasks = [asyncio.ensure_future(c) for c in coros]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for t in tasks:
+            t.cancel()
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vime.errors import VimeError
-from vime.rollout.http import EngineClient, EngineDown, EngineSlow
+from vime.rollout.http import FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
 from vime.weights import UNTOUCHED, Canary
 
@@ -19,8 +18,7 @@ SLOW = 3  # timeouts in a row until a server that only doesn't answer counts as 
 TRIES = 3  # failed healings of one server in a row that end the run
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     version: int
     path: str
     canary: Canary | None
@@ -28,13 +26,9 @@ class Weights:
 
 
 class Fleet:
-    """All servers of a run.
+    """All servers of a run, by index.
 
-    Args:
-        urls: the servers, by index.
-        restart: restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere.
-        router: restarted when it dies; None where there is none to watch.
-
+    restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere. The router is restarted, too.
     Sync methods; the HTTP calls run in a private event loop thread. Publishing and healing exclude each other.
     """
 
@@ -56,22 +50,17 @@ class Fleet:
         return asyncio.run_coroutine_threadsafe(coro, self._loop).result()
 
     def probe(self) -> None:
-        """Ask every server for every endpoint that the run needs, for its weight-update plugin and for logprobs.
-
-        Raises: VimeError naming the server and what it lacks.
-        """
+        """Ask every server for each endpoint that the run needs, for our plugin and for logprobs. VimeError names what one lacks."""
         for i, c in enumerate(self._clients):
             try:
                 self._run(c.probe())
-                self._run(c.init_weights())
+                self._run(c.post(INIT, {"init_info": {}}))
                 self._run(c.prompt_logprobs([0, 0]))
             except VimeError as e:
                 raise VimeError(f"engine {i}: start-up probe: {e.what}", e.fix or "does it have vime's plugin?") from e
 
     def publish(self, version: int, path: str, canary: Canary | None, tol: float = 1e-3) -> None:
-        """Bring weights `version`, the safetensors at `path`, to every server and prove that they took.
-
-        A server that dies meanwhile is restarted and gets them, too.
+        """Bring weights `version`, the safetensors at `path`, to every server, one that dies meanwhile included, and prove that they took.
 
         Raises: VimeError, one line naming engine and URL, where a server refuses the weights (it then serves the last good ones), where its
         logprobs of the canary differ by more than `tol` on average, or where it can't be brought back.
@@ -82,8 +71,7 @@ class Fleet:
             refused = [e for e in faults if e and not isinstance(e, EngineDown)]
             for i, e in enumerate(faults):
                 if isinstance(e, EngineDown):  # dead, or alive with half a model: only a restart brings it back
-                    half = not isinstance(e, EngineSlow) and self._run(self._state(i)) is not None
-                    if half:
+                    if not isinstance(e, EngineSlow) and self._run(self._state(i)) is not None:
                         refused.append(VimeError(f"engine {i} ({self.urls[i]}): weights v{version} did not take: {e.what}", f"see {path}"))
                     self._heal(i, self._current if refused else wanted, e)
             if refused:
@@ -103,20 +91,20 @@ class Fleet:
     async def _apply(self, i: int, w: Weights) -> None:
         """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
         c, at = self._clients[i], f"engine {i} ({self.urls[i]}): weights v{w.version} did not take"
-        await c.init_weights()
+        await c.post(INIT, {"init_info": {}})
         await c.pause()
-        await c.start_update()
+        await c.post(START)
         try:
-            await c.update({"path": w.path})
+            await c.post(UPDATE, {"update_info": {"path": w.path}}, timeout=1800)
         except EngineDown as e:
             if UNTOUCHED not in e.what:
                 raise
-            await c.resume()
+            await c.post(RESUME)
             said = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
             raise VimeError(f"{at}: {w.path}{said}", "it keeps the weights it had") from e
-        await c.finish_update(w.version)
+        await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
         await c.reset_prefix_cache()  # else new requests would build on keys and values of the old weights
-        await c.resume()
+        await c.post(RESUME)
         if (got := await c.weight_version()) != w.version:
             raise VimeError(f"{at}: the server reports version {got}")
         if w.canary:
@@ -174,8 +162,8 @@ class Fleet:
                             self._mend(i)
                 if self.router and not self.router.alive():
                     self._mend_router()
-            except VimeError as e:
-                self._error = e
+            except Exception as e:  # a watch that ends in silence would be worse than a run that ends
+                self._error = e if isinstance(e, VimeError) else VimeError(f"watching the servers failed: {type(e).__name__}: {e}")
                 return
 
     def _mend(self, i: int) -> None:

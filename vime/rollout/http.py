@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +10,18 @@ import orjson
 
 from vime.errors import VimeError, nearest
 
-GENERATE, HEALTH, METRICS = "/inference/v1/generate", "/health", "/metrics"
+GENERATE, HEALTH = "/inference/v1/generate", "/health"
 PAUSE, RESUME, RESET_PREFIX_CACHE = "/pause", "/resume", "/reset_prefix_cache"
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH, INFO = "/finish_weight_update", "/weight_info"
 NEEDS = {GENERATE, HEALTH, PAUSE, RESUME, RESET_PREFIX_CACHE, INIT, START, UPDATE, FINISH, INFO}
 
 # vLLM ignores a sampling parameter it does not know, so a misspelt one would go unnoticed.
-SAMPLING = re.findall(
-    r"\w+",
-    """n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens
+NAMES = """
+    n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens
     min_tokens logprobs prompt_logprobs detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output
-    structured_outputs logit_bias allowed_token_ids bad_words extra_args routed_experts_prompt_start""",
-)
+    structured_outputs logit_bias allowed_token_ids bad_words extra_args routed_experts_prompt_start"""
+SAMPLING = NAMES.split()
 
 
 class EngineDown(VimeError):
@@ -102,17 +98,13 @@ class EngineClient:
         self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600
     ) -> list[Choice]:
         """Sample `n` continuations (sampling_params["n"], 1 if unset) of the prompt `token_ids`, with the logprob of each token.
-
-        `session_id` keeps requests that share a prefix on one server. Raises also VimeError for an unknown sampling parameter
-        and where the server returns no logprobs.
-        """
+        `session_id` keeps requests that share a prefix on one server."""
         for name in sampling_params:
             if name not in SAMPLING:
                 raise VimeError(f"unknown sampling parameter {name!r}", nearest(name, SAMPLING))
         params = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop"))} | sampling_params
-        got = await self._json(
-            "POST", GENERATE, {"token_ids": token_ids, "sampling_params": params}, session=session_id or "", timeout=timeout
-        )
+        body = {"token_ids": token_ids, "sampling_params": params}
+        got = await self._json("POST", GENERATE, body, session=session_id or "", timeout=timeout)
         choices = [self._choice(c) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
         if len(choices) != sampling_params.get("n", 1):
             raise EngineDown(f"POST {self.url}{GENERATE}: {len(choices)} choices came back for n = {sampling_params.get('n', 1)}")
@@ -122,10 +114,8 @@ class EngineClient:
         ids = c.get("token_ids") or []
         content = (c.get("logprobs") or {}).get("content") or []
         if len(content) != len(ids) or any(x["token_id"] != t for x, t in zip(content, ids)):
-            raise VimeError(
-                f"POST {self.url}{GENERATE}: {len(content)} logprobs came back for {len(ids)} sampled tokens",
-                "the server must return the logprob of every sampled token",
-            )
+            what = f"POST {self.url}{GENERATE}: {len(content)} logprobs came back for {len(ids)} sampled tokens"
+            raise VimeError(what, "the server must return the logprob of every sampled token")
         if not c.get("finish_reason") or (not ids and c["finish_reason"] != "abort"):
             raise EngineDown(f"POST {self.url}{GENERATE}: ended early (finish_reason {c.get('finish_reason')!r}, {len(ids)} tokens)")
         versions = [-1] * len(ids)
@@ -149,20 +139,9 @@ class EngineClient:
         """Freeze the server between two tokens. Requests stay and go on after `resume`, which must follow."""
         await self._call("POST", PAUSE, query={"mode": "keep"})
 
-    async def resume(self) -> None:
-        await self._call("POST", RESUME)
-
-    async def init_weights(self) -> None:
-        await self._call("POST", INIT, {"init_info": {}})
-
-    async def start_update(self) -> None:
-        await self._call("POST", START)
-
-    async def update(self, update_info: dict[str, Any], timeout: float = 1800) -> None:
-        await self._call("POST", UPDATE, {"update_info": update_info}, timeout=timeout)
-
-    async def finish_update(self, version: int, timeout: float = 600) -> None:
-        await self._call("POST", FINISH, {"weight_version": str(version)}, timeout=timeout)
+    async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> None:
+        """A control call without an answer: RESUME, and INIT, START, UPDATE, FINISH of a weight update."""
+        await self._call("POST", path, body, timeout=timeout)
 
     async def weight_version(self, timeout: float = 60) -> int:
         return version_of((await self._json("GET", INFO, timeout=timeout)).get("weight_version"))
@@ -172,16 +151,6 @@ class EngineClient:
         got = await self._json("POST", RESET_PREFIX_CACHE, query={"reset_running_requests": "true"})
         if not got.get("success"):
             raise EngineDown(f"POST {self.url}{RESET_PREFIX_CACHE}: the server could not reset its prefix cache")
-
-    async def metrics(self) -> dict[str, float]:
-        """The server's Prometheus samples (vllm:*), summed over labels."""
-        sums: dict[str, float] = defaultdict(float)
-        for line in (await self._call("GET", METRICS)).decode().splitlines():
-            if line.startswith("vllm:"):
-                name, _, value = line.partition("{")[0].partition(" ")[0], *line.rpartition(" ")[1:]
-                if math.isfinite(float(value)):
-                    sums[name] += float(value)
-        return dict(sums)
 
     async def probe(self, needs: set[str] = NEEDS) -> None:
         """Raises VimeError naming every endpoint of `needs` that this server lacks."""

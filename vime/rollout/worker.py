@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from typing import Any
 from vime import hooks, rewards
 from vime.config import Config
 from vime.errors import VimeError
-from vime.rollout.generate import current_client, generate_group, sampling_params
+from vime.rollout.generate import all_of, current_client, generate_group, sampling_params
 from vime.rollout.http import EngineClient, EngineDown
 from vime.sample import Sample, SampleMeta, Status, meta_of
 
@@ -62,7 +61,7 @@ class RolloutWorker:
 
     def __init__(self, cfg: Config, router_url: str, index: int):
         r = cfg.rollout
-        self.cfg, self.index = cfg, index
+        self.cfg = cfg
         self.client = EngineClient(router_url)
         self.reward = rewards.resolve(cfg.reward)
         self.custom = hooks.load(r.custom_generate, "rollout.custom_generate", 3) if r.custom_generate else None
@@ -71,10 +70,8 @@ class RolloutWorker:
     async def run_group(self, samples: list[Sample], version: int, evaluation: bool = False) -> tuple[GroupReport, list[Sample]]:
         """Generate and score one group with weights `version`; the given samples stay as they are.
 
-        A server that fails, and tokens that other weights sampled, cost a redo of the whole group from what it held before,
-        until rollout.request_timeout.
-
-        Raises: VimeError naming URL and last error after that time, at once for a 4xx, and for a failing reward (reward.on_error).
+        A server that fails, and tokens that other weights sampled, cost a redo of the whole group from what it held before.
+        Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward (reward.on_error).
         """
         report = GroupReport(samples[0].group_index)
         begun = time.perf_counter()
@@ -84,7 +81,7 @@ class RolloutWorker:
         report.generate_s = scored - begun
         report.tokens = sum(s.response_length for s in done)
         try:
-            await asyncio.gather(*(self._score(s) for s in done))
+            await all_of(*(self._score(s) for s in done))
             report.metas = [meta_of(s, self.cfg.reward.key) for s in done]
         except RewardError as e:
             if self.cfg.reward.on_error == "raise":
@@ -116,12 +113,9 @@ class RolloutWorker:
             except TimeoutError:
                 pass
             if time.monotonic() + wait >= give_up:
-                first = samples[0].index
-                raise VimeError(
-                    f"{self.client.url}: the group of sample {first} was not generated within {limit:.0f} s"
-                    f" ({report.retries} failures, {report.fenced} fenced): {last}",
-                    "see the engines' logs, or raise rollout.request_timeout",
-                )
+                what = f"{self.client.url}: the group of sample {samples[0].index} was not generated within {limit:.0f} s"
+                why = f" ({report.retries} failures, {report.fenced} fenced): {last}"
+                raise VimeError(what + why, "see the engines' logs, or raise rollout.request_timeout")
             await asyncio.sleep(wait)
             wait = min(2 * wait, BACKOFF[1])
 
@@ -130,7 +124,7 @@ class RolloutWorker:
             await generate_group(self.client, samples, self.cfg, params)
             return samples
         current_client.set(self.client)
-        return list(await asyncio.gather(*(self._custom(s, params) for s in samples)))
+        return await all_of(*(self._custom(s, params) for s in samples))
 
     async def _custom(self, sample: Sample, params: dict[str, Any]) -> Sample:
         assert self.custom
@@ -156,9 +150,6 @@ class RolloutWorker:
             said = e.what if isinstance(e, VimeError) else f"{type(e).__name__}: {e}"
             fix = 'reward.on_error = "skip" drops such groups'
             raise RewardError(f"reward {self.cfg.reward.function!r} failed on {_name(sample)}: {said}", fix) from e
-
-    def pid(self) -> int:
-        return os.getpid()
 
     async def close(self) -> None:
         await self.client.close()

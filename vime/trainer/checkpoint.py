@@ -27,11 +27,8 @@ PARTIAL = ".tmp"
 
 
 def write(folder: Path, step: int, state: dict[str, Any], save: Callable[[Path], None], keep: int) -> Path:
-    """Make checkpoint `step` in `folder`: `save(tmp)` fills it, state.json completes it, a rename makes it visible.
-
-    Then all but the newest `keep` are removed. Raises: VimeError where it cannot be written (disk full, say); the partial
-    folder is removed and earlier checkpoints stay as they were.
-    """
+    """Make checkpoint `step` in `folder`: `save(tmp)` fills it, state.json completes it, a rename makes it visible. Then all but the
+    newest `keep` are removed. Raises: VimeError where it cannot be written; earlier checkpoints stay as they were."""
     final = folder / f"step_{step:06d}"
     tmp = final.with_name(final.name + PARTIAL)
     try:
@@ -40,8 +37,7 @@ def write(folder: Path, step: int, state: dict[str, Any], save: Callable[[Path],
         save(tmp)
         (tmp / "state.json").write_text(json.dumps(state))
         sync(tmp)
-        if final.exists():  # saved twice: a resume repeated this step
-            shutil.rmtree(final)
+        shutil.rmtree(final, ignore_errors=True)  # there only where a resume repeated this step
         os.rename(tmp, final)
         sync(folder, deep=False)
     except BaseException as e:
@@ -49,7 +45,8 @@ def write(folder: Path, step: int, state: dict[str, Any], save: Callable[[Path],
         if isinstance(e, OSError):
             raise VimeError(f"checkpoint of step {step} could not be written to {folder}: {e}", "earlier checkpoints are intact") from e
         raise
-    prune(folder, keep)
+    for path in [*complete(folder)[:-keep], *folder.glob(f"step_*{PARTIAL}")]:  # and partial ones that a killed run left
+        shutil.rmtree(path)
     return final
 
 
@@ -71,12 +68,6 @@ def complete(folder: Path) -> list[Path]:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint; partial ones are ignored."""
     return found[-1] if (found := complete(folder)) else None
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and partial ones that a killed run left."""
-    for path in [*complete(folder)[:-keep], *folder.glob(f"step_*{PARTIAL}")]:
-        shutil.rmtree(path)
 
 
 def tree(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -106,8 +97,13 @@ def save_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
     try:
         dcp.save(tree(model, optimizer), checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:  # the former is no Exception; it carries every rank's error to all of them
-        text = str(e).strip().splitlines()[-1]
-        raise VimeError(f"checkpoint {folder.name} could not be written: {text}", "is the disk full? earlier checkpoints are intact") from e
+        raise VimeError(
+            f"checkpoint {folder.name} could not be written: {last_line(e)}", "is the disk full? earlier checkpoints are intact"
+        ) from e
+
+
+def last_line(e: BaseException) -> str:
+    return (str(e).strip() or type(e).__name__).splitlines()[-1]
 
 
 def export(folder: Path, tensors: dict[str, torch.Tensor], source: Path, dtype: torch.dtype) -> None:
@@ -127,7 +123,7 @@ def load_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
     try:
         dcp.load(tree(model, optimizer), checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:
-        raise VimeError(f"checkpoint {folder} does not load: {str(e).strip().splitlines()[-1]}", "is it of this model?") from e
+        raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", "is it of this model?") from e
     rng = folder / "trainer" / f"rng_{dist.get_rank()}.pt"
     if rng.exists():
         torch.set_rng_state(torch.load(rng)["torch"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -45,10 +44,8 @@ SUMS = ("weight", "loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ppo_abs_kl", "ent
 
 
 class Head:
-    """Stands in for lm_head.forward: hands hidden states and the head's weight to the job of the current forward.
-
-    Inside the model's own forward the weight is whole, also where FSDP shards it.
-    """
+    """Stands in for lm_head.forward: hands hidden states and the head's weight to the job of the current forward. There, inside the
+    model's own forward, the weight is whole, also where FSDP shards it."""
 
     def __init__(self, model: PreTrainedModel, path: str):
         self.layer = model.get_output_embeddings()
@@ -90,20 +87,16 @@ class Trainer:
         params = list(self.model.parameters())
         decayed: dict[str, Any] = {"params": [p for p in params if p.ndim > 1]}
         plain: dict[str, Any] = {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}  # norms and biases
-        self.optimizer = torch.optim.AdamW(
-            [decayed, plain],
-            lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), weight_decay=train.weight_decay, fused=True,
-        )  # fmt: skip
+        betas = (train.adam_beta1, train.adam_beta2)
+        self.optimizer = torch.optim.AdamW([decayed, plain], lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
         if folder:
             checkpoint.load_rank(Path(folder), self.model, self.optimizer)
         if self.rank == 0:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
 
     def train(self, step: int, plan: RankPlan, *groups: list[Sample]) -> dict[str, float]:
-        """The optimizer steps of rollout step `step` (the first is 1) on this rank's part of the batch.
-
-        groups: samples, of which the plan's are picked by index. Returns: metrics, the same on every rank.
-        """
+        """The optimizer steps of rollout step `step` (the first is 1) on this rank's part of the batch: of the samples in `groups`
+        those of the plan. Returns: metrics, the same on every rank."""
         start = time.monotonic()
         samples = {s.index: s for g in groups for s in g}
         steps: list[list[Pack]] = []
@@ -146,26 +139,22 @@ class Trainer:
 
     @staticmethod
     def summary(sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
-        """Metrics of the batch from the (optimizer steps, SUMS) table, summed over ranks."""
-        row = dict(zip(SUMS, sums.sum(0).tolist()))
-        weight = row["weight"] or 1.0
-        first = dict(zip(SUMS, sums[0].tolist()))
-        out = {f"train/{k}": row[k] / weight for k in ("pg_clipfrac", "ppo_kl", "entropy", "kl_loss")}
-        return out | {
-            "train/loss": row["loss"] / len(sums),
-            "train/pg_loss": row["pg_loss"] / len(sums),
-            "train/ppo_kl_first": first["ppo_abs_kl"] / (first["weight"] or 1.0),
-            "train/logprob_abs_diff": row["logprob_abs_diff"] / (row["tokens"] or 1.0),
-            "train/grad_norm": sum(norms) / len(norms),
-            "train/trained_tokens": row["tokens"],
-        }
+        """Metrics of the batch from the (optimizer steps, SUMS) table, summed over ranks; means over no token are left out."""
+        row, first = (dict(zip(SUMS, x.tolist())) for x in (sums.sum(0), sums[0]))
+        out = {"train/loss": row["loss"] / len(sums), "train/pg_loss": row["pg_loss"] / len(sums)}
+        out |= {"train/grad_norm": sum(norms) / len(norms), "train/trained_tokens": row["tokens"]}
+        if row["tokens"]:
+            out |= {f"train/{k}": row[k] / (row["weight"] or 1.0) for k in ("pg_clipfrac", "ppo_kl", "entropy", "kl_loss")}
+            out["train/logprob_abs_diff"] = row["logprob_abs_diff"] / row["tokens"]
+        if first["tokens"]:
+            out["train/ppo_kl_first"] = first["ppo_abs_kl"] / (first["weight"] or 1.0)
+        return out
 
     def forward(self, model: PreTrainedModel, batch: Pack, job: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Run the model on a micro-batch; `job(hidden (M, D), head weight (V, D))` replaces the vocabulary projection."""
         self.heads[model].job = job
-        return model(
-            input_ids=batch.ids, position_ids=batch.positions, use_cache=False, logits_to_keep=batch.rows, packing=batch
-        ).logits  # fmt: skip
+        args = {"input_ids": batch.ids, "position_ids": batch.positions, "logits_to_keep": batch.rows}
+        return model(**args, use_cache=False, packing=batch).logits
 
     @torch.no_grad()
     def log_probs(self, model: PreTrainedModel, batch: Pack, temperature: float | None = None) -> torch.Tensor:
@@ -202,10 +191,7 @@ class Trainer:
         self.forward(self.model, batch, job).backward()
 
     def update(self, step: int) -> float:
-        """Clip the gradient and step the optimizer. Returns the gradient's norm before clipping.
-
-        Raises: VimeError where it is not finite; the weights are then as they were.
-        """
+        """Clip the gradient and step the optimizer. Returns the norm before clipping; VimeError, and no step, where it isn't finite."""
         params = list(self.model.parameters())
         for p in params:
             if p.grad is None:  # nothing to train on any rank: AdamW's moments still decay, as with any zero gradient
@@ -213,9 +199,8 @@ class Trainer:
         total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
-            raise VimeError(
-                f"step {step}: the gradient's norm is {norm}; weights are unchanged", "lower train.lr; look at the last samples"
-            )
+            what = f"step {step}: the gradient's norm is {norm}; weights are unchanged"
+            raise VimeError(what, "lower train.lr; look at the last samples")
         if norm > self.cfg.train.clip_grad:
             for p in params:
                 assert p.grad is not None
@@ -236,9 +221,6 @@ class Trainer:
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write)."""
         checkpoint.save_rank(Path(folder), self.model, self.optimizer, self.source, getattr(torch, self.cfg.train.dtype))
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def close(self) -> None:
         """Leave the process group and remove the published files."""

@@ -6,23 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # beyond it exp() only overflows; inside it nothing changes
+LossFn = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 def policy_loss(
-    log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate per token.
+    log_probs: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate per token. `log_probs` (float32, of the policy being trained; gradients flow through them only), `old`
+    (before the update) and `advantages` have one shape.
 
-    Args:
-        log_probs: logprobs under the policy being trained, float32, any shape; gradients flow through them only.
-        old: logprobs under the policy before the update, same shape.
-        advantages: same shape.
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: where the advantage is negative the loss is at most -dual_clip * advantage; None: off.
-
+    The ratio is clipped to [1 - clip_low, 1 + clip_high]. Where the advantage is negative the loss is at most -dual_clip * advantage.
     Returns: loss per token, and 1.0 where the clipped branch was taken (no gradient), both of that shape.
     """
     ratio = (log_probs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -33,7 +29,7 @@ def policy_loss(
     return loss, (clipped > plain).float()
 
 
-def kl(log_probs: torch.Tensor, ref: torch.Tensor, kind: str) -> torch.Tensor:
+def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled tokens' logprobs (same shapes); differentiable in `log_probs`.
 
     kind: "k1" = d, "k2" = d^2 / 2, "k3" = exp(-d) - 1 + d with d = log_probs - ref; "low_var_kl" = k3 held within +-10.
@@ -43,24 +39,17 @@ def kl(log_probs: torch.Tensor, ref: torch.Tensor, kind: str) -> torch.Tensor:
         return d
     if kind == "k2":
         return d * d / 2
-    if kind not in ("k3", "low_var_kl"):
-        raise ValueError(f"unknown kind of KL {kind!r}")
     d = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3 = torch.exp(-d) - 1 + d
     return k3 if kind == "k3" else k3.clamp(-10, 10)
 
 
-def chunk_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprob and entropy of a few tokens, in float32 whatever the inputs are.
-
-    Args: hidden (N, D), weight (V, D), labels (N,) int64; logits are divided by `temperature` first.
-    Returns: log_probs (N,), entropy (N,), logp (N, V), p (N, V).
-    """
+def chunk_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log_probs (N,), entropy (N,), logp (N, V) and p (N, V) of a few tokens, in float32 whatever the inputs are: hidden (N, D),
+    weight (V, D), labels (N,) int64; logits are divided by `temperature` first."""
     logp = torch.log_softmax((hidden @ weight.T).float().div_(temperature), -1)
     p = logp.exp()
-    return logp.gather(1, labels[:, None])[:, 0], -torch.linalg.vecdot(p, logp), logp, p
+    return logp.gather(1, labels[:, None])[:, 0], -torch.einsum("nv,nv->n", p, logp), logp, p
 
 
 class HeadLoss(torch.autograd.Function):
@@ -72,15 +61,8 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        temperature: float,
-        chunk: int,
-        loss_fn: Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor],
-        use_entropy: bool,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, loss_fn: LossFn, use_entropy: bool
+    ) -> Tensor:
         """hidden (N, D), weight (V, D), labels (N,). `loss_fn(log_probs, entropy, tokens)` gets leaf tensors of the chunk that
         the slice `tokens` names and returns its summed loss; it may keep statistics. use_entropy: does the loss depend on it?
 
@@ -111,7 +93,7 @@ class HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
         scale = float(grads[0])
         if scale != 1.0:  # in place: a second backward() through the same forward is not supported, nor needed
@@ -120,7 +102,7 @@ class HeadLoss(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None, None
 
 
-def head_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, chunk: int) -> torch.Tensor:
+def head_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int) -> Tensor:
     """Logprobs of `labels` (N,) from hidden states (N, D) and the head's weight (V, D): float32 (N,), no gradient, chunked."""
     parts = [chunk_log_probs(hidden[i : i + chunk], weight, labels[i : i + chunk], temperature)[0] for i in range(0, len(labels), chunk)]
-    return torch.cat(parts) if parts else F.pad(hidden.new_zeros(0, dtype=torch.float32), (0, 0))
+    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)

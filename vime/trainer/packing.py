@@ -53,10 +53,7 @@ class Pack:
 
 
 def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
-    """Lay out one micro-batch; an empty one becomes a single token that trains nothing (its rank still joins the collectives).
-
-    Raises: ValueError where a sample has no prompt token to predict its first response token from.
-    """
+    """Lay out one micro-batch; an empty one becomes a single token that trains nothing (its rank still joins the collectives)."""
     shared: dict[tuple[int, tuple[int, ...]], list[Item]] = {}
     for i in items:
         s = samples[i.index]
@@ -102,15 +99,16 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
 
 def _buckets(segments: list[tuple[int, int, int, int]], total: int) -> tuple[list[Bucket], torch.Tensor]:
     """Group rows of like length (at most a third of padding, or 16 tokens), longest first, and index their tokens."""
-    order = sorted(segments, key=lambda s: (s[1] > 0, s[3], s[1]), reverse=True)
     lots: list[list[tuple[int, int, int, int]]] = []
-    for s in order:
-        top = lots[-1][0] if lots else s
-        prefix = max((x[1] for x in lots[-1]), default=0) if lots else 0
-        fits = (s[1] > 0) == (top[1] > 0) and top[3] <= 1.5 * s[3] + 16 and max(prefix, s[1]) <= 1.5 * min(prefix, s[1]) + 16
-        if not lots or not fits:
+    low = high = 0  # prefix lengths in the last lot
+    for s in sorted(segments, key=lambda s: (s[1] > 0, s[3], s[1]), reverse=True):
+        prefix = s[1]
+        alike = lots and (prefix > 0) == (high > 0) and lots[-1][0][3] <= 1.5 * s[3] + 16
+        if not alike or max(high, prefix) > 1.5 * min(low, prefix) + 16:
             lots.append([])
+            low = high = prefix
         lots[-1].append(s)
+        low, high = min(low, prefix), max(high, prefix)
     buckets, offset = [], 0
     scatter = np.zeros(total, dtype=np.int64)
     for lot in lots:

@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
 
 from vime.errors import VimeError
 from vime.trainer.packing import Pack
@@ -35,37 +36,24 @@ def init(rank: int, world: int, addr: str, port: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"tcp://{addr}:{port}", rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT
-    )
+    backend, url = "nccl" if cuda else "gloo", f"tcp://{addr}:{port}"
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     return device
 
 
 def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    scaling: float | None = None,
-    packing: Pack | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, packing: Pack | None = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of each sample of a packed row to itself and to the prompt it shares. query/key/value: (1, heads, T, dim).
-
-    Raises: VimeError where a sample is longer than the model's sliding window, which is not built here.
-    """
+    """Causal attention of each sample of a packed row to itself and to the prompt it shares. query/key/value: (1, heads, T, dim)."""
     assert packing is not None, "models loaded by vime run on packed micro-batches only"
     q, k, v = (t[0].transpose(0, 1).flatten(1) for t in (query, key, value))  # (T, heads * dim)
-    dim, outs = query.shape[-1], []
+    dim, window, outs = query.shape[-1], kw.get("sliding_window"), []
     for b in packing.buckets:
-        if sliding_window and b.keys.shape[1] > sliding_window:
-            raise VimeError(f"samples of {b.keys.shape[1]} tokens exceed the model's sliding attention window of {sliding_window}")
+        if window and b.keys.shape[1] > window:
+            raise VimeError(f"samples of {b.keys.shape[1]} tokens exceed the model's sliding attention window of {window}")
         qb, kb, vb = (F.embedding(i, t).unflatten(-1, (-1, dim)).transpose(1, 2) for i, t in ((b.queries, q), (b.keys, k), (b.keys, v)))
-        o = F.scaled_dot_product_attention(
-            qb, kb, vb, b.mask, is_causal=b.mask is None, scale=scaling, enable_gqa=qb.shape[1] != kb.shape[1]
-        )
+        gqa, scale = qb.shape[1] != kb.shape[1], kw.get("scaling")
+        o = F.scaled_dot_product_attention(qb, kb, vb, b.mask, is_causal=b.mask is None, scale=scale, enable_gqa=gqa)
         outs.append(o.transpose(1, 2).flatten(0, 1).flatten(1))
     out = F.embedding(packing.scatter, torch.cat(outs) if len(outs) > 1 else outs[0])
     return out.view(1, out.shape[0], -1, value.shape[-1]), None
@@ -84,9 +72,8 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
         config = AutoConfig.from_pretrained(path)
         base: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except (OSError, ValueError, KeyError) as e:
-        raise VimeError(
-            f"model {path}: {type(e).__name__}: {str(e).splitlines()[0]}", "it must hold a causal LM that transformers knows"
-        ) from e
+        said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        raise VimeError(f"model {path}: {said}", "it must hold a causal LM that transformers knows") from e
     for name in HEAD_FACTORS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise VimeError(f"model {path}: {name} = {getattr(config, name)} is not supported yet")
@@ -118,6 +105,7 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
             return model
 
     Sharded.__name__ = base.__name__
+    disable_progress_bar()
     try:
         model = Sharded.from_pretrained(
             path, dtype=torch.float32, attn_implementation="vime_packed", distributed_config=DistributedConfig(fsdp_size=world)
@@ -133,10 +121,7 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
 
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others); tied copies left out.
-
-    A collective: every rank calls it at the same point.
-    """
+    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out. A collective."""
     tied = set(model.all_tied_weights_keys or {})
     out: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
@@ -150,7 +135,8 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
 
 def agree(error: BaseException | None) -> None:
     """Raise on every rank where any rank failed; a collective. The failing rank raises its own error."""
-    failed = torch.tensor([0.0 if error is None else 1.0])
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    failed = torch.tensor([0.0 if error is None else 1.0], device=device)
     dist.all_reduce(failed)
     if error is not None:
         raise error

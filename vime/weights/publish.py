@@ -37,11 +37,8 @@ def server_dtype(cfg: Config) -> torch.dtype:
 
 
 def publish(model: PreTrainedModel, cfg: Config, version: int, rank: int) -> str:
-    """Write weights `version` under Hugging Face names (tied copies left out) and drop versions older than the previous one.
-
-    A collective: every rank calls it. The file appears whole or not at all. Returns: its path, on every rank.
-    Raises: VimeError, on every rank, where there is no room; earlier versions stay.
-    """
+    """Write weights `version` under Hugging Face names (tied copies left out) and drop versions older than the previous one. A
+    collective. The file appears whole or not at all; without room for it every rank raises VimeError. Returns: its path, on every rank."""
     folder = location(cfg)
     path, error = folder / f"v{version}.safetensors", None
     tensors = full_tensors(model, server_dtype(cfg))

@@ -1,15 +1,11 @@
 """The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). The only file that imports vLLM.
 
-An update names a .safetensors file, or a folder of them, with the whole model under checkpoint names. Files in /dev/shm cost no copy:
-they are mapped.
+An update names a .safetensors file with the whole model under checkpoint names. A file in /dev/shm costs no copy: it is mapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,24 +41,22 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @torch.no_grad()
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises ValueError beginning with UNTOUCHED for files that can't be read, and without it where the model is half loaded."""
+        """Raises ValueError beginning with UNTOUCHED for a file that can't be read, and without it where the model is half loaded."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        path = Path(update_info.path)
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        with ExitStack() as stack:
-            try:  # opening checks header and length, so a missing or cut file is found before the model is touched
-                opened = [stack.enter_context(safe_open(str(f), framework="pt", device="cpu")) for f in files]
-                if not any(s.keys() for s in opened):
-                    raise FileNotFoundError("no tensors in it")
-            except (OSError, SafetensorError) as e:
-                raise ValueError(f"{UNTOUCHED}: {type(e).__name__}: {e}") from e
-            expected = {name for name, _ in self.model.named_parameters()}
-            initialize_layerwise_reload(self.model)
-            self._begun = True
-            loaded = self.model.load_weights(_tensors(opened))  # type: ignore[operator]
-            if loaded is not None and (missing := sorted(expected - set(loaded))):
-                raise ValueError(f"no weights for {len(missing)} parameters: {', '.join(missing[:5])}")
+        try:  # opening checks header and length, so a missing or cut file is found before the model is touched
+            file = safe_open(update_info.path, framework="pt", device="cpu")
+            if not (names := file.keys()):
+                raise FileNotFoundError("no tensors in it")
+        except (OSError, SafetensorError) as e:
+            raise ValueError(f"{UNTOUCHED}: {type(e).__name__}: {e}") from e
+        expected = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+        self._begun = True
+        with file:
+            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in names)  # type: ignore[operator]
+        if loaded is not None and (missing := sorted(expected - set(loaded))):
+            raise ValueError(f"no weights for {len(missing)} parameters: {', '.join(missing[:5])}")
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -74,12 +68,6 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         pass
-
-
-def _tensors(files: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for f in files:
-        for name in f.keys():  # noqa: SIM118 (safe_open is no mapping)
-            yield name, f.get_tensor(name)
 
 
 def _repack(model: torch.nn.Module) -> None:
