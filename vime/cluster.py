@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from vime.rollout.worker import GroupReport, RolloutWorker
 from vime.sample import Sample
 from vime.trainer.batch import RankPlan
 from vime.trainer.engine import Trainer
+from vime.weights.publish import location, server_dtype
 
 # The Ray errors that mean "the process behind it is gone", not "the code in it raised".
 DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.NodeDiedError)
@@ -136,6 +138,8 @@ class Cluster:
         self.fleet = self.router = None
         self.engines, self.workers, self.trainers = [], [], []
         ray.shutdown()
+        if self.cfg.weights.transport == "shm":
+            shutil.rmtree(location(self.cfg), ignore_errors=True)
 
     def restart_engine(self, i: int) -> None:
         """Start engine i anew on its port. Ray itself restarts the actor where the actor's process died, too."""
@@ -236,7 +240,7 @@ class Cluster:
         """Trainer -> servers: weights `version`, proven by fence and canary."""
         path, canary = self.gather([t.publish.remote(version) for t in self.trainers], "trainer rank")[0]
         assert self.fleet
-        tol = self.cfg.weights.canary_tol or (1e-3 if self.cfg.vllm.get("dtype", self.cfg.train.dtype) == "float32" else 0.25)
+        tol = self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg).itemsize == 4 else 0.25)
         self.fleet.publish(version, path, canary if self.cfg.weights.canary else None, tol)
 
     def save(self, folder: Path) -> None:

@@ -30,7 +30,7 @@ REVERSE = {
 class Job:
     """One run: its folder, its process, what it printed."""
 
-    def __init__(self, root: Path, model: Path, prompts: Path, name: str = "job", **changes: dict):
+    def __init__(self, root: Path, model: Path, prompts: Path, name: str = "job", /, **changes: object):
         self.root, self.name, self.mark = root, name, uuid.uuid4().hex
         self.folder = root / "runs" / name
         tree = merged(REVERSE, {"name": name, "run_dir": str(root / "runs"), "model": str(model), "data": {"prompts": str(prompts)}})

@@ -33,7 +33,7 @@ ROWS = {
     "bad JSON line": ('{"prompt": "ab", "label": "ba"}\n{"prompt": \n', ":2"),
     "row without prompt": ('{"prompt": "ab", "label": "ba"}\n{"label": "ba"}\n', ":2"),
     "prompt longer than the context": (json.dumps({"prompt": "a" * 40, "label": "x"}) + "\n", "max_context_len"),
-    "empty dataset": ("", "empty"),
+    "empty dataset": ("", "holds no prompts"),
 }
 
 

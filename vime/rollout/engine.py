@@ -102,7 +102,7 @@ class Engine:
         args = self._args(self._port)
         self._child = spawn([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(args)], self.log, self._env())
         host = "127.0.0.1" if args["host"] in ("0.0.0.0", "::") else args["host"]
-        await_up(self._child, f"http://{host}:{self._port}/health", f"vLLM server {self.index}", self.log, skip)
+        await_up(self._child, f"http://{host}:{self._port}/health", f"engine {self.index}: vLLM", self.log, skip)
         return f"http://{host}:{self._port}"
 
     def restart(self) -> str:
@@ -122,7 +122,7 @@ class Engine:
             self._child.stop()
 
     def _args(self, port: int) -> dict[str, Any]:
-        cfg = self.cfg
+        cfg, given = self.cfg, {k.replace("-", "_"): v for k, v in self.cfg.vllm.items()}
         args: dict[str, Any] = {
             "model": cfg.model,
             "host": "127.0.0.1",
@@ -137,11 +137,11 @@ class Engine:
         }
         if on_cpu():
             args["enforce_eager"] = True
-            if int(cfg.vllm.get("tensor_parallel_size", 1)) == 1:
+            if int(given.get("tensor_parallel_size", 1)) == 1:
                 # One process for scheduler and model: between two of them vLLM spins, which starves the model's own threads, and it
                 # forces two on "uni". OMP_NUM_THREADS is set in _env() before the process starts, which is what it forces them for.
                 args["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-        return args | {k.replace("-", "_"): v for k, v in cfg.vllm.items()} | {"port": port}
+        return args | given | {"port": port}
 
     def _env(self) -> dict[str, str]:
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
