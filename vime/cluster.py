@@ -57,7 +57,7 @@ class Cluster:
         self.trainers: list[Any] = []
         self.router: Router | None = None
         self.fleet: Fleet | None = None
-        self.counts = {"worker_restarts": 0}
+        self.counts = {"groups_redone": 0}
         self._turn = itertools.count()
         self._ray_pids: list[psutil.Process] = []
         self._dumps: list[Any] = []
@@ -221,7 +221,7 @@ class Cluster:
                 try:
                     report = ray.get(ref)
                 except DEAD:
-                    self.counts["worker_restarts"] += 1
+                    self.counts["groups_redone"] += 1
                     submit(group)
                     continue
                 except rex.RayTaskError:

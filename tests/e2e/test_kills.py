@@ -29,7 +29,7 @@ def test_engine_is_killed_and_the_run_goes_on(tmp_path, tiny_model, reverse_prom
         assert max(m["train/logprob_abs_diff"] for m in j.metrics if "train/loss" in m) < 1e-4
 
 
-@pytest.mark.parametrize(("who", "counter"), [("router", "health/router_restarts"), ("worker-0", "health/worker_restarts")])
+@pytest.mark.parametrize(("who", "counter"), [("router", "health/router_restarts"), ("worker-0", "health/groups_redone")])
 def test_router_or_worker_is_killed_and_the_run_goes_on(tmp_path, tiny_model, reverse_prompts, tiny_server, who, counter):
     with job(tmp_path, tiny_model, reverse_prompts, train={"steps": STEPS}, rollout={"engines": [tiny_server]}) as j:
         j.start()
@@ -37,7 +37,7 @@ def test_router_or_worker_is_killed_and_the_run_goes_on(tmp_path, tiny_model, re
         os.kill(j.pids()[who], signal.SIGKILL)
         assert j.wait(200) == 0, j.printed[-3000:]
         check_complete(j)
-        assert j.metrics[-1][counter] == 1
+        assert j.metrics[-1][counter] >= 1
 
 
 @pytest.mark.parametrize("who", ["trainer-1", "driver", "raylet"])
