@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import logging
@@ -137,7 +139,8 @@ class Cluster:
             self.router.stop()
         self.fleet = self.router = None
         self.engines, self.workers, self.trainers = [], [], []
-        ray.shutdown()
+        with contextlib.redirect_stderr(io.StringIO()):  # where Ray has died it would print its state here, for no reader
+            ray.shutdown()
         if self.cfg.weights.transport == "shm":
             shutil.rmtree(location(self.cfg), ignore_errors=True)
 

@@ -8,23 +8,24 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 
 from vime import config as configs
 from vime import hooks, rewards
-from vime.cluster import Cluster
 from vime.config import Config
 from vime.data.prompts import Prompts
 from vime.errors import VimeError
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout.worker import GroupReport
 from vime.sample import SampleMeta, Status
-from vime.trainer import checkpoint
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
+
+if TYPE_CHECKING:
+    from vime.cluster import Cluster
 
 console = Console(stderr=True, highlight=False)
 
@@ -113,6 +114,8 @@ reward     {cfg.reward.function}
 
 def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
     """Make the run's folder, or find the checkpoint to resume from. Returns the checkpoint's folder."""
+    from vime.trainer import checkpoint
+
     folder = cfg.folder
     if resume:
         ckpt = checkpoint.latest(folder / "checkpoints")
@@ -185,6 +188,9 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
     Raises: VimeError for anything a person can act on.
     """
     inputs = preflight(cfg)
+    from vime.cluster import Cluster  # Ray, torch and transformers take seconds to import: not before the inputs are known to be good
+    from vime.trainer import checkpoint
+
     ckpt = open_folder(cfg, resume, overwrite)
     folder, start = cfg.folder, 0
     if ckpt:

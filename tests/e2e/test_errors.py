@@ -1,7 +1,6 @@
 """Errors a person meets: one line, exit code 1, no traceback, nothing left behind."""
 
 import json
-import socket
 
 import pytest
 
@@ -25,26 +24,17 @@ def test_refused_before_anything_starts(tmp_path, tiny_model, reverse_prompts, c
         dry = j.printed
         assert all(w in dry for w in words), dry
         assert "Traceback" not in dry
-        assert j.run() == 1
         assert not j.folder.exists()
 
 
-ROWS = {
-    "bad JSON line": ('{"prompt": "ab", "label": "ba"}\n{"prompt": \n', ":2"),
-    "row without prompt": ('{"prompt": "ab", "label": "ba"}\n{"label": "ba"}\n', ":2"),
-    "prompt longer than the context": (json.dumps({"prompt": "a" * 40, "label": "x"}) + "\n", "max_context_len"),
-    "empty dataset": ("", "holds no prompts"),
-}
-
-
-@pytest.mark.parametrize("case", ROWS)
-def test_bad_rows_are_refused(tmp_path, tiny_model, case):
-    text, word = ROWS[case]
+def test_all_bad_rows_are_named_with_their_lines(tmp_path, tiny_model):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(text)
+    rows = ['{"prompt": "ab", "label": "ba"}', '{"prompt": ', '{"label": "ba"}', json.dumps({"prompt": "a" * 40, "label": "x"})]
+    prompts.write_text("\n".join(rows))
     with job(tmp_path, tiny_model, prompts) as j:
         assert j.run("--dry-run") == 1
-        assert word in j.printed and "prompts.jsonl" in j.printed and "Traceback" not in j.printed, j.printed
+        assert all(f"prompts.jsonl:{n}" in j.printed for n in (2, 3, 4)) and "prompts.jsonl:1:" not in j.printed, j.printed
+        assert "max_context_len" in j.printed and "Traceback" not in j.printed
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path, tiny_model, reverse_prompts):
@@ -52,17 +42,6 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path, tiny_model, revers
         assert j.run("--dry-run") == 0
         assert "8 prompts x 8 = 64 samples" in j.printed
         assert not j.folder.exists()
-
-
-def test_taken_port(tmp_path, tiny_model, reverse_prompts):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        s.listen()
-        port = s.getsockname()[1]
-        with job(tmp_path, tiny_model, reverse_prompts, vllm={"port": port}) as j:
-            assert j.run() == 1
-            assert str(port) in j.printed and "Traceback" not in j.printed, j.printed
-            assert j.left_behind() == []
 
 
 def test_vllm_that_cannot_start_shows_its_last_lines_in_one_screen(tmp_path, tiny_model, reverse_prompts):

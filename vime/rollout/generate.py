@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from contextvars import ContextVar
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vime.config import Config
@@ -21,8 +22,12 @@ current_client: ContextVar[EngineClient] = ContextVar("current_client")
 
 @lru_cache(maxsize=2)
 def tokenizer(model: str) -> Any:
-    """The tokenizer in the folder `model`."""
-    from transformers import AutoTokenizer  # seconds to import
+    """What decodes for the folder `model`: the Rust tokenizer of tokenizer.json, or transformers (seconds to import) where there is none."""
+    if (file := Path(model) / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(file))
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
 
