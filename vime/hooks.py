@@ -27,14 +27,12 @@ def load(path: str, key: str, positional: int | None = None) -> Callable[..., An
         raise VimeError(f"{key} = {path!r}: cannot import {module}: {type(e).__name__}: {e}", "is it on PYTHONPATH?") from e
     fn = getattr(mod, name, None)
     if not callable(fn):
-        raise VimeError(
-            f"{key} = {path!r}: {module} has no function {name!r}", nearest(name, [n for n in vars(mod) if not n.startswith("_")])
-        )
+        known = [n for n in vars(mod) if not n.startswith("_")]
+        raise VimeError(f"{key} = {path!r}: {module} has no function {name!r}", nearest(name, known))
     if positional is not None:
         try:
             inspect.signature(fn).bind(*[None] * positional)
         except TypeError as e:
-            raise VimeError(
-                f"{key} = {path!r}: signature {name}{inspect.signature(fn)} does not take {positional} positional arguments: {e}"
-            ) from e
+            shown = f"{name}{inspect.signature(fn)}"
+            raise VimeError(f"{key} = {path!r}: {shown} does not take {positional} positional arguments: {e}") from e
     return fn

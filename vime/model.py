@@ -113,20 +113,10 @@ def tiny(out: str | os.PathLike[str], seed: int = 0, sft_steps: int = 500) -> Pa
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=3 + len(CHARS),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        dtype="float32",
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
+        vocab_size=3 + len(CHARS), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, dtype="float32",
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+    )  # fmt: skip
     _quiet()
     rng, threads = random.Random(seed), torch.get_num_threads()
     torch.set_num_threads(1)  # faster at this size, and the sums don't depend on the number of cores

@@ -66,9 +66,7 @@ class Sample:
         if trainable:
             if log_probs is None or len(log_probs) != n:
                 got = "no" if log_probs is None else len(log_probs)
-                raise ValueError(
-                    f"sample {self.index}: {n} trainable tokens came with {got} logprobs; missing logprobs are never filled in"
-                )
+                raise ValueError(f"sample {self.index}: {n} trainable tokens came with {got} logprobs; none are ever filled in")
             if versions is None:
                 raise ValueError(f"sample {self.index}: trainable tokens need the weight version that sampled them")
             vers = [versions] * n if isinstance(versions, int) else list(versions)
@@ -88,10 +86,8 @@ class Sample:
     def check(self) -> None:
         """Raises ValueError unless every per-token array has length `response_length`."""
         for name in ("loss_mask", "rollout_log_probs", "token_versions"):
-            if len(getattr(self, name)) != self.response_length:
-                raise ValueError(
-                    f"sample {self.index}: {name} has {len(getattr(self, name))} entries for {self.response_length} response tokens"
-                )
+            if (n := len(getattr(self, name))) != self.response_length:
+                raise ValueError(f"sample {self.index}: {name} has {n} entries for {self.response_length} response tokens")
         if self.response_length > len(self.tokens):
             raise ValueError(f"sample {self.index}: response_length {self.response_length} exceeds {len(self.tokens)} tokens")
 
@@ -103,9 +99,7 @@ class Sample:
         r = self.reward
         if isinstance(r, dict):
             if key is None or key not in r:
-                raise ValueError(
-                    f"sample {self.index}: reward is a dict with keys {sorted(r)}; set reward.key to one of them (now {key!r})"
-                )
+                raise ValueError(f"sample {self.index}: the reward has the keys {sorted(r)}; set reward.key to one of them (now {key!r})")
             r = r[key]
         if r is None:
             raise ValueError(f"sample {self.index} has no reward")
@@ -140,15 +134,7 @@ class SampleMeta:
 def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
     """The controller's view of a finished sample; checks its arrays first."""
     s.check()
-    return SampleMeta(
-        s.index,
-        s.group_index,
-        s.index if s.rollout_id is None else s.rollout_id,
-        s.prompt_length,
-        s.response_length,
-        0 if s.remove_sample else sum(s.loss_mask),
-        s.reward_value(reward_key),
-        s.status,
-        s.remove_sample,
-        tuple(s.weight_versions),
-    )
+    rollout = s.index if s.rollout_id is None else s.rollout_id
+    trained = 0 if s.remove_sample else sum(s.loss_mask)
+    lengths = (s.prompt_length, s.response_length, trained)
+    return SampleMeta(s.index, s.group_index, rollout, *lengths, s.reward_value(reward_key), s.status, s.remove_sample, tuple(s.weight_versions))

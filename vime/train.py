@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import time
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 console = Console(stderr=True, highlight=False)
 
 
-@dataclass
-class Inputs:
-    """What preflight read: everything the run needs that can be wrong before a process starts."""
-
-    prompts: Prompts
-    eval_prompts: Prompts | None
-
-
 class Interrupt:
     """Ctrl-C or SIGTERM: while starting, stop now. In the loop: once finishes the step and saves, twice stops now."""
 
@@ -56,15 +48,14 @@ class Interrupt:
             signal.signal(s, self)
 
 
-def preflight(cfg: Config) -> Inputs:
-    """Read model folder, data, hooks. Raises one VimeError that lists every fault found."""
+def preflight(cfg: Config) -> tuple[Prompts, Prompts | None]:
+    """Read model folder, data, hooks. Returns the prompts to train and to evaluate on. Raises one VimeError that lists every fault."""
     faults: list[str] = []
-    tokenizer, inputs = None, {}
+    tokenizer, found = None, {}
     model = Path(cfg.model)
     if not (model / "config.json").is_file() or not list(model.glob("*.safetensors")):
-        faults.append(
-            f"model = {cfg.model!r}: no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"
-        )
+        missing = "no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"
+        faults.append(f"model = {cfg.model!r}: {missing}")
     else:
         from transformers import AutoTokenizer
 
@@ -80,7 +71,7 @@ def preflight(cfg: Config) -> Inputs:
         if path is None or (tokenizer is None and Path(path.partition("@")[0]).exists()):
             continue
         try:
-            inputs[key] = Prompts(cfg.data, path, tokenizer, n, cfg.seed, room)
+            found[key] = Prompts(cfg.data, path, tokenizer, n, cfg.seed, room)
         except VimeError as e:
             faults.append(f"{key}: {e}")
     for check in (
@@ -93,23 +84,23 @@ def preflight(cfg: Config) -> Inputs:
             faults.append(str(e))
     if faults:
         raise VimeError(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found before the start:\n  " + "\n  ".join(faults))
-    return Inputs(inputs["data.prompts"], inputs.get("eval.prompts"))
+    return found["data.prompts"], found.get("eval.prompts")
 
 
-def describe(cfg: Config, inputs: Inputs) -> str:
+def describe(cfg: Config, prompts: Prompts, held_out: Prompts | None) -> str:
     """What a run of this configuration would do: --dry-run."""
     r = cfg.rollout
-    group = inputs.prompts.peek()
+    group = prompts.peek()
     servers = ", ".join(r.engines) or f"{r.num_engines} vLLM server{'s' if r.num_engines > 1 else ''}"
-    held_out = f"; eval {cfg.eval.prompts}: {len(inputs.eval_prompts)}" if inputs.eval_prompts else "; no eval"
+    evaluated = f"; eval {cfg.eval.prompts}: {len(held_out)}" if held_out else "; no eval"
     optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
     return f"""\
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
-data       {cfg.data.prompts}: {len(inputs.prompts)} prompts{held_out}
+data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
 rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)
 train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.fsdp} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
 reward     {cfg.reward.function}
-1st prompt {len(group.tokens)} tokens, label {group.label!r}: {inputs.prompts.text(group)!r}"""
+1st prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""
 
 
 def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
@@ -187,7 +178,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
 
     Raises: VimeError for anything a person can act on.
     """
-    inputs = preflight(cfg)
+    prompts, held_out = preflight(cfg)
     from vime.cluster import Cluster  # Ray, torch and transformers take seconds to import: not before the inputs are known to be good
     from vime.trainer import checkpoint
 
@@ -196,7 +187,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
     if ckpt:
         state = json.loads((ckpt / "state.json").read_text())
         start = state["step"]
-        inputs.prompts.load_state(state["prompts"])
+        prompts.load_state(state["prompts"])
         if start >= cfg.train.steps:
             raise VimeError(f"{ckpt} is at step {start} of train.steps = {cfg.train.steps}: a resume would do nothing", "raise train.steps")
     (folder / "samples").mkdir(exist_ok=True)
@@ -206,13 +197,13 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
 
     def save(step: int) -> None:
         nonlocal saved
-        state = {"step": step, "prompts": inputs.prompts.state(), "samples_per_step": cfg.samples_per_step}
+        state = {"step": step, "prompts": prompts.state()}
         checkpoint.write(folder / "checkpoints", step, state, cluster.save, cfg.checkpoint.keep)
         saved = step
 
     interrupt = Interrupt()
     interrupt.install()
-    with Cluster(cfg, folder, interrupt.install) as cluster:
+    with closing(Cluster(cfg, folder, interrupt.install)) as cluster:
         try:
             t = time.monotonic()
             with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
@@ -222,11 +213,11 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 cluster.fleet.watch()
                 interrupt.looping = True
             console.print(f"started in {time.monotonic() - t:.0f} s; weights v{start} published to {len(cluster.fleet.urls)} engine(s)")
-            if inputs.eval_prompts and start == 0:
-                log.log(0, evaluate(cluster, inputs.eval_prompts, cfg.eval.n_samples_per_prompt, 0))
+            if held_out and start == 0:
+                log.log(0, evaluate(cluster, held_out, cfg.eval.n_samples_per_prompt, 0))
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
-                reports, data, dropped = rollout(cfg, cluster, inputs.prompts, version=step - 1)
+                reports, data, dropped = rollout(cfg, cluster, prompts, version=step - 1)
                 t1 = time.monotonic()
 
                 metas = [m for r in reports for m in r.metas]
@@ -244,8 +235,8 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)}
                 metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
-                if inputs.eval_prompts and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
-                    metrics |= evaluate(cluster, inputs.eval_prompts, cfg.eval.n_samples_per_prompt, step)
+                if held_out and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
+                    metrics |= evaluate(cluster, held_out, cfg.eval.n_samples_per_prompt, step)
                 metrics["perf/step_s"] = time.monotonic() - t0
                 log.log(step, metrics)
                 if step % cfg.checkpoint.interval == 0 or last:

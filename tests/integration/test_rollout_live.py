@@ -130,7 +130,7 @@ def test_groups_come_back_aligned_with_true_logprobs(stack: Stack) -> None:
         assert [s.index for s in samples] == [s.index for s in before] and before[0].response_length == 0
         assert (report.retries, report.fenced, report.dropped) == (0, 0, None)
         assert [m.reward for m in report.metas] == [s.response_length for s in samples]
-        assert report.tokens == sum(s.response_length for s in samples) and report.generate_s > 0
+        assert sum(m.response_length for m in report.metas) == sum(s.response_length for s in samples)
         for s in samples:
             s.check()
             assert s.weight_versions == [policy.version] and s.tokens[: len(PROMPT)] == PROMPT
@@ -290,7 +290,7 @@ def test_a_half_loaded_server_is_healed_with_the_last_good_weights(stack: Stack)
 def victims(stack: Stack) -> dict[str, int]:
     api = stack.server.engine.pid()
     core = next(p for p in descendants(api) if "EngineCore" in Path(f"/proc/{p}/comm").read_text() + Path(f"/proc/{p}/cmdline").read_text())
-    return {"api server": api, "engine core": core, "router": stack.router.pid}
+    return {"api server": api, "engine core": core, "router": stack.router.pid()}
 
 
 def test_killed_processes_are_brought_back_and_their_requests_redone(stack: Stack) -> None:

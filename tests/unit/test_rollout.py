@@ -36,9 +36,9 @@ def test_flags() -> None:
 
 def test_vllm_section_overrides_defaults(tmp_path) -> None:
     cfg = config(vllm={"max-num-seqs": 3, "dtype": "bfloat16"}, rollout={"max_context_len": 77, "max_response_len": 7}, seed=5)
-    args = Engine(cfg, 2, str(tmp_path))._args(1234)
+    args = Engine(cfg, 2, str(tmp_path)).arguments(1234)
     assert (args["max_num_seqs"], args["dtype"], args["max_model_len"], args["seed"], args["port"]) == (3, "bfloat16", 77, 7, 1234)
-    router = Router(config(router={"policy": "round_robin"}), ["http://a"], str(tmp_path))._args(1)
+    router = Router(config(router={"policy": "round_robin"}), ["http://a"], str(tmp_path)).arguments(1)
     assert router["policy"] == "round_robin" and router["disable_retries"] is True
 
 

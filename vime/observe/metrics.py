@@ -60,14 +60,13 @@ class MetricLogger:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step, flushed to disk on return. A value that isn't finite becomes null in the file (JSON has no NaN)."""
-        values = {k: float(v) for k, v in metrics.items()}
-        row: dict[str, Any] = {"step": step} | {k: v if math.isfinite(v) else None for k, v in values.items()}
+        row: dict[str, Any] = {"step": step} | {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
         self.rows.append(row)
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as e:
             raise VimeError(f"cannot write {self._file.name}: {e}", "free some space, then --resume") from e
-        self._thread.submit(self._track, step, values)
+        self._thread.submit(self._track, step, dict(metrics))
         if sys.stdout.isatty():
             self._draw()
         else:
@@ -141,12 +140,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def sparkline(values: list[float], width: int = 40) -> str:
     """`values` as at most `width` bars, neighbours averaged, scaled from the lowest to the highest."""
-    if not values:
-        return ""
     n = min(width, len(values))
-    edges = [i * len(values) // n for i in range(n + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, span = min(means), (max(means) - min(means)) or 1.0
+    edges = [i * len(values) // n for i in range(n + 1)] if n else []
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
     return "".join(BARS[min(7, int((m - low) / span * 8))] for m in means)
 
 

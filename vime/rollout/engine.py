@@ -85,28 +85,35 @@ def cause(text: str) -> str:
     return (real or ["see the log tail"])[-1].strip()[:300]
 
 
-class Engine:
-    """The vLLM server number `index` of a run; its log is <folder>/logs/engine-<index>.log."""
+class Served:
+    """A server of this run as a subprocess, restarted on the port it had. `arguments` and `environment` say how it is started."""
 
-    def __init__(self, cfg: Config, index: int, folder: str, port: int | None = None):
-        self.cfg, self.index = cfg, index
-        self.log = Path(folder) / "logs" / f"engine-{index}.log"
+    module = health = name = key = ""  # of python -m; path that answers 200; in errors; configuration key of the port
+    timeout = START_TIMEOUT
+
+    def __init__(self, log: Path, port: int | None):
+        self.log, self.port, self.url = log, port, ""
         self._child: Child | None = None
-        given = cfg.vllm.get("port")
-        self._port = port if given is None else int(given) + index
+
+    def arguments(self, port: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        return {}
 
     def start(self) -> str:
         """Start the server and wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits."""
-        self._port = claim_port(self._port, "vllm.port")
+        self.port = claim_port(self.port, self.key)
         skip = self.log.stat().st_size if self.log.exists() else 0
-        args = self._args(self._port)
-        self._child = spawn([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(args)], self.log, self._env())
+        args = self.arguments(self.port)
+        self._child = spawn([sys.executable, "-m", self.module, *flags(args)], self.log, self.environment())
         host = "127.0.0.1" if args["host"] in ("0.0.0.0", "::") else args["host"]
-        await_up(self._child, f"http://{host}:{self._port}/health", f"engine {self.index}: vLLM", self.log, skip)
-        return f"http://{host}:{self._port}"
+        self.url = f"http://{host}:{self.port}"
+        await_up(self._child, self.url + self.health, self.name, self.log, skip, self.timeout)
+        return self.url
 
     def restart(self) -> str:
-        """End what is left of the server and start it again on the same port, with the weights of `cfg.model`."""
+        """End what is left of the server and start it again on the same port."""
         self.stop()
         return self.start()
 
@@ -114,14 +121,25 @@ class Engine:
         return self._child is not None and self._child.alive()
 
     def pid(self) -> int:
-        """The API server's pid; -1 where none runs."""
+        """The server's pid; -1 where none runs."""
         return self._child.pid if self._child else -1
 
     def stop(self) -> None:
         if self._child:
             self._child.stop()
 
-    def _args(self, port: int) -> dict[str, Any]:
+
+class Engine(Served):
+    """The vLLM server number `index` of a run; a restart serves the weights of `cfg.model`. Its log is <folder>/logs/engine-<index>.log."""
+
+    module, health, key = "vllm.entrypoints.openai.api_server", "/health", "vllm.port"
+
+    def __init__(self, cfg: Config, index: int, folder: str, port: int | None = None):
+        given = cfg.vllm.get("port")
+        super().__init__(Path(folder) / "logs" / f"engine-{index}.log", port if given is None else int(given) + index)
+        self.cfg, self.index, self.name = cfg, index, f"engine {index}: vLLM"
+
+    def arguments(self, port: int) -> dict[str, Any]:
         cfg, given = self.cfg, {k.replace("-", "_"): v for k, v in self.cfg.vllm.items()}
         args: dict[str, Any] = {
             "model": cfg.model,
@@ -139,11 +157,11 @@ class Engine:
             args["enforce_eager"] = True
             if int(given.get("tensor_parallel_size", 1)) == 1:
                 # One process for scheduler and model: between two of them vLLM spins, which starves the model's own threads, and it
-                # forces two on "uni". OMP_NUM_THREADS is set in _env() before the process starts, which is what it forces them for.
+                # forces two on "uni". OMP_NUM_THREADS is set in environment() before the process starts, which is what it forces them for.
                 args["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
         return args | given | {"port": port}
 
-    def _env(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu():
             return env

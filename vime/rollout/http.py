@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,10 +162,9 @@ class EngineClient:
 
 def _message(raw: bytes) -> str:
     """The first line of a server's error message, whatever form it has."""
-    try:
+    got: Any = raw.decode(errors="replace")
+    with suppress(orjson.JSONDecodeError):
         got = orjson.loads(raw)
-        got = got.get("error") or got.get("detail") or got if isinstance(got, dict) else got
-        text = str(got.get("message", got) if isinstance(got, dict) else got)
-    except orjson.JSONDecodeError:
-        text = raw.decode(errors="replace")
-    return " ".join(text.split())[:500]
+    for key in ("error", "detail", "message"):
+        got = got.get(key) or got if isinstance(got, dict) else got
+    return " ".join(str(got).split())[:500]

@@ -27,9 +27,6 @@ class GroupReport:
     group_index: int
     metas: list[SampleMeta] = field(default_factory=list)
     dropped: str | None = None
-    generate_s: float = 0.0
-    reward_s: float = 0.0
-    tokens: int = 0  # response tokens
     retries: int = 0  # generations redone because a server failed
     fenced: int = 0  # generations redone because other weights than asked for sampled them
 
@@ -74,12 +71,8 @@ class RolloutWorker:
         Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward (reward.on_error).
         """
         report = GroupReport(samples[0].group_index)
-        begun = time.perf_counter()
         async with self.slots.take(len(samples)):
             done = await self._generate_until(samples, version, evaluation, report)
-        scored = time.perf_counter()
-        report.generate_s = scored - begun
-        report.tokens = sum(s.response_length for s in done)
         try:
             await all_of(*(self._score(s) for s in done))
             report.metas = [meta_of(s, self.cfg.reward.key) for s in done]
@@ -87,7 +80,6 @@ class RolloutWorker:
             if self.cfg.reward.on_error == "raise":
                 raise VimeError(*e.args) from e
             report.dropped = "reward_error"
-        report.reward_s = time.perf_counter() - scored
         return report, done
 
     async def _generate_until(self, samples: list[Sample], version: int, evaluation: bool, report: GroupReport) -> list[Sample]:

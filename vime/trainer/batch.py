@@ -69,9 +69,7 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         rows = [(m, float(a)) for m, a in zip(metas, advantages) if m.rollout_id in chosen]
         trained = [0 if m.removed else m.trained_tokens for m, _ in rows]
         weights = token_weights(trained, [m.rollout_id for m, _ in rows], cfg.loss.aggregate, cfg.rollout.max_response_len)
-        live = [
-            (m, Item(m.index, m.group_index, a, float(w))) for (m, a), w, n in zip(rows, weights, trained) if n and not (flat and a == 0)
-        ]
+        live = [(m, Item(m.index, m.group_index, a, float(w))) for (m, a), w, n in zip(rows, weights, trained) if n and not (flat and a == 0)]
         live.sort(key=lambda x: (x[0].group_index, x[0].index))
         skipped += len(rows) - len(live)
         batches = [_fill(part, cfg.train.max_tokens_per_gpu) for part in _cut(live, world)]

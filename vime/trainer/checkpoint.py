@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from vime.errors import VimeError
 from vime.trainer.parallel import agree, full_tensors
 
-PARTIAL = ".tmp"
+PARTIAL, FULL = ".tmp", "is the disk full? earlier checkpoints are intact"
 
 
 def write(folder: Path, step: int, state: dict[str, Any], save: Callable[[Path], None], keep: int) -> Path:
@@ -92,14 +92,12 @@ def save_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
             export(folder / "hf", full, source, dtype)
         torch.save({"torch": torch.get_rng_state()}, folder / "trainer" / f"rng_{rank}.pt")
     except (OSError, RuntimeError, SafetensorError) as e:
-        error = VimeError(f"checkpoint {folder.name} could not be written: {e}", "is the disk full? earlier checkpoints are intact")
+        error = VimeError(f"checkpoint {folder.name} could not be written: {e}", FULL)
     agree(error)
     try:
         dcp.save(tree(model, optimizer), checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:  # the former is no Exception; it carries every rank's error to all of them
-        raise VimeError(
-            f"checkpoint {folder.name} could not be written: {last_line(e)}", "is the disk full? earlier checkpoints are intact"
-        ) from e
+        raise VimeError(f"checkpoint {folder.name} could not be written: {last_line(e)}", FULL) from e
 
 
 def last_line(e: BaseException) -> str:
