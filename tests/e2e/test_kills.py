@@ -18,16 +18,20 @@ def check_complete(j, steps):
     assert j.left_behind() == []
 
 
-def test_router_worker_and_engine_are_killed_and_the_run_goes_on(tmp_path, tiny_model, reverse_prompts):
-    """Own server: SIGKILL of the API server mid-generation; what it leaves must not be orphaned, it comes back with current weights."""
-    with job(tmp_path, tiny_model, reverse_prompts, train={"steps": 10}) as j:
-        j.start()
+def test_router_worker_and_engine_are_killed_the_run_goes_on_and_ctrl_c_ends_it(tmp_path, tiny_model, reverse_prompts):
+    """Own server: SIGKILL of the API server mid-generation; what it leaves must not be orphaned, it comes back with current weights.
+    Then Ctrl-C once: the step is finished and saved, and the server ends with the run."""
+    with job(tmp_path, tiny_model, reverse_prompts, train={"steps": 500}, checkpoint={"interval": 1000}) as j:
+        j.start(start_new_session=True)
         for step, who in ((2, "router"), (4, "worker-0"), (6, "engine-0")):
             j.wait_for_step(step)
             os.kill(j.pids()[who], signal.SIGKILL)
-        assert j.wait(400) == 0, j.printed[-3000:]
-        check_complete(j, 10)
+        j.wait_for_step(10, 400)
+        os.killpg(j.process.pid, signal.SIGINT)  # what a terminal does: every process of the group gets it
+        assert j.wait(60) == 130, j.printed[-3000:]
         last = j.metrics[-1]
+        check_complete(j, last["step"])
+        assert [p.name for p in (j.folder / "checkpoints").iterdir()] == [f"step_{last['step']:06d}"]
         assert last["health/engine_restarts"] == 1 and last["health/router_restarts"] == 1 and last["health/groups_redone"] >= 1
 
 
@@ -49,19 +53,10 @@ def test_rank_driver_and_ray_are_killed_and_resume_continues(tmp_path, tiny_mode
         check_complete(j, 10)
 
 
-def test_ctrl_c_once_finishes_the_step_and_saves_and_twice_stops_now(tmp_path, tiny_model, reverse_prompts, tiny_server):
-    changes = {"train": {"steps": 500}, "checkpoint": {"interval": 1000}}
-    with job(tmp_path, tiny_model, reverse_prompts, rollout={"engines": [tiny_server]}, **changes) as j:
+def test_ctrl_c_twice_stops_now(tmp_path, tiny_model, reverse_prompts, tiny_server):
+    with job(tmp_path, tiny_model, reverse_prompts, rollout={"engines": [tiny_server]}, train={"steps": 500}) as j:
         j.start(start_new_session=True)
         j.wait_for_step(2)
-        os.killpg(j.process.pid, signal.SIGINT)  # what a terminal does: every process of the group gets it
-        assert j.wait(60) == 130, j.printed[-3000:]
-        assert j.left_behind() == []
-        done = j.metrics[-1]["step"]
-        assert [p.name for p in (j.folder / "checkpoints").iterdir()] == [f"step_{done:06d}"]
-        check_complete(j, done)
-        j.start("--resume", "rollout.engines=[]", start_new_session=True)  # this time with a server of its own
-        j.wait_for_step(done + 1)
         os.killpg(j.process.pid, signal.SIGINT)
         time.sleep(0.1)
         os.killpg(j.process.pid, signal.SIGINT)

@@ -11,10 +11,10 @@ from vime import config
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_tiny_learns(tmp_path, tiny_model, reverse_prompts, tiny_server, seed):
-    """Three seeds end above 0.85, from below 0.5, in 50 steps of 256 samples."""
-    train = {"steps": 50, "lr": 3e-4, "lr_warmup_iters": 8, "lr_decay_style": "linear", "lr_decay_start": 0.6, "min_lr": 3e-5}
+    """Three seeds end above 0.85, from below 0.5, in 40 steps of 256 samples."""
+    train = {"steps": 40, "lr": 3e-4, "lr_warmup_iters": 8, "lr_decay_style": "linear", "lr_decay_start": 0.6, "min_lr": 3e-5}
     rollout = {"engines": [tiny_server], "batch_size": 32, "concurrency": 512}
-    with job(tmp_path, tiny_model, reverse_prompts, seed=seed, train=train, rollout=rollout, checkpoint={"interval": 50}) as j:
+    with job(tmp_path, tiny_model, reverse_prompts, seed=seed, train=train, rollout=rollout, checkpoint={"interval": 40}) as j:
         assert j.run(timeout=500) == 0, j.printed[-3000:]
         curve = [m["rollout/raw_reward"] for m in j.metrics]
         assert sum(curve[:3]) / 3 < 0.5
@@ -33,11 +33,14 @@ def test_numbers_of_ten_steps(tmp_path, tiny_model, reverse_prompts, tiny_server
 
 
 def test_run_folder(tmp_path, tiny_model, reverse_prompts, tiny_server):
-    """Every file that the docs name is there and readable; held-out evaluation before, between and after."""
-    changes = {"eval": {"prompts": f"{reverse_prompts}@[0:8]", "interval": 2}, "train": {"steps": 3}, "log": {"tensorboard": True}}
+    """Every file that the docs name is there and readable; held-out evaluation before, between and after; a failing reward is counted."""
+    changes = {"reward": {"function": "tests.e2e.odd_reward:odd", "on_error": "skip"}}
+    changes |= {"eval": {"prompts": f"{reverse_prompts}@[0:8]", "interval": 2}, "train": {"steps": 3}, "log": {"tensorboard": True}}
     with job(tmp_path, tiny_model, reverse_prompts, rollout={"engines": [tiny_server]}, checkpoint={"interval": 1, "keep": 1}, **changes) as j:
         assert j.run() == 0, j.printed[-3000:]
         assert [m["step"] for m in j.metrics if "eval/reward" in m] == [0, 2, 3]
+        assert [m.get("rollout/dropped_reward_error") for m in j.metrics] == [None, 1, None, None]
+        assert j.trained_ids() == [i for i in range(4 * 64) if i // 8 != 3][: 3 * 64]  # the next prompt took the failing one's place
         wanted = {
             "rollout/raw_reward", "rollout/response_len", "rollout/truncated", "train/loss", "train/pg_clipfrac", "train/ppo_kl", "train/entropy",
             "train/grad_norm", "train/logprob_abs_diff", "perf/rollout_s", "perf/train_s", "perf/step_s", "weights/sync_s",
