@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,9 @@ from vime.rollout.engine import Engine
 from vime.rollout.health import Fleet
 from vime.rollout.router import Router
 from vime.rollout.worker import GroupReport, RolloutWorker
-from vime.sample import Sample
+from vime.sample import Sample, SampleMeta, meta_of
 from vime.trainer.batch import RankPlan
-from vime.trainer.engine import Trainer
-from vime.weights.publish import location, server_dtype
+from vime.weights import location, server_dtype
 
 # The Ray errors that mean "the process behind it is gone", not "the code in it raised".
 DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.NodeDiedError)
@@ -44,6 +44,18 @@ def cause(e: BaseException) -> BaseException:
     while isinstance(e, rex.RayTaskError) and isinstance(e.cause, BaseException) and e.cause is not e:
         e = e.cause
     return e
+
+
+class Rank:
+    """The process of a trainer rank. The trainer is imported here, and not in the driver, which saves half of a run's start."""
+
+    def __init__(self, *args: Any):
+        from vime.trainer.engine import Trainer
+
+        self.trainer = Trainer(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.trainer, method)(*args)
 
 
 class Cluster:
@@ -60,7 +72,9 @@ class Cluster:
         self.router: Router | None = None
         self.fleet: Fleet | None = None
         self.counts = {"groups_redone": 0}
-        self._turn = itertools.count()
+        self.turn = itertools.count()
+        self.rollouts = Rollouts(self)
+        self.meanwhile: Callable[[], None] = lambda: None  # called about every second while something else is waited for
         self._ray_pids: list[psutil.Process] = []
         self._dumps: list[Any] = []
 
@@ -91,16 +105,16 @@ class Cluster:
             actor = ray.remote(Engine).options(num_cpus=0, max_restarts=-1)
             self.engines = [actor.remote(cfg, i, folder, free_port()) for i in range(cfg.rollout.num_engines)]
         started = [e.start.remote() for e in self.engines]
-        trainer = ray.remote(Trainer).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
+        trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
         port = free_port()
         self.trainers = [trainer.remote(cfg, r, cfg.parallel.fsdp, host, port) for r in range(cfg.parallel.fsdp)]
-        ready = [t.setup.remote(str(checkpoint) if checkpoint else None) for t in self.trainers]
+        ready = [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
         urls = urls or self.gather(started, "engine")
         self.router = Router(cfg, urls, folder)
         url = self.router.start()
         worker = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
         self.workers = [worker.remote(cfg, url, i) for i in range(cfg.rollout.num_workers)]
-        self.fleet = Fleet(urls, self.restart_engine if self.engines else None, self.router)
+        self.fleet = Fleet(urls, self.restart_engine if self.engines else None, self.router, cfg.weights.in_flight)
         self.fleet.probe()
         self.gather(ready, "trainer rank")
         self.write_pids()
@@ -161,6 +175,7 @@ class Cluster:
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
             self.check()
+            self.meanwhile()
             for ref in done:
                 try:
                     ray.get(ref)
@@ -188,58 +203,117 @@ class Cluster:
 
     # ---------------------------------------------------------------- work
 
-    def run_groups(self, groups: list[list[Sample]], version: int, evaluation: bool = False) -> Iterator[tuple[GroupReport, Any]]:
-        """Generate and score groups on the workers; yields (report, reference to the samples) as each finishes.
+    def interrupt(self, wave: int) -> None:
+        """Tell the workers to give back the groups of `wave`, with what they have."""
+        self.gather([w.interrupt.remote(wave) for w in self.workers], "rollout worker")
 
-        The samples themselves stay in Ray's store until a trainer rank fetches them. A group whose worker died is done again.
-        Raises: VimeError of a failing reward, request or engine.
-        """
-        pending: dict[Any, tuple[list[Sample], Any]] = {}
+    def drain(self, timeout: float) -> Iterator[tuple[int, GroupReport, Any]]:
+        """Interrupted groups as they come back. The servers are asked again and again to abort, since a request may have been on its way.
+        What has not come back after `timeout` seconds is forgotten."""
+        end = time.monotonic() + timeout
+        assert self.fleet
+        while self.rollouts.pending and time.monotonic() < end:
+            self.fleet.abort()
+            yield from self.rollouts.finished(0.5, redo=False)
+        self.rollouts.pending.clear()
 
-        def submit(group: list[Sample]) -> None:
-            worker = self.workers[next(self._turn) % len(self.workers)]
-            report, data = worker.run_group.options(num_returns=2).remote(group, version, evaluation)
-            pending[report] = (group, data)
-
-        for g in groups:
-            submit(g)
-        while pending:
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=1.0)
-            self.check()
-            for ref in done:
-                group, data = pending.pop(ref)
-                try:
-                    report = ray.get(ref)
-                except DEAD:
-                    self.counts["groups_redone"] += 1
-                    submit(group)
-                    continue
-                except rex.RayTaskError:
-                    raise self.blame([ref], f"group {group[0].group_index}, part") from None
-                yield report, data
+    def evaluate(self, groups: list[list[Sample]], version: int) -> list[GroupReport]:
+        """Generate and score held-out groups; returns their reports in order."""
+        jobs = Rollouts(self)
+        reports: dict[int, GroupReport] = {}
+        for i, group in enumerate(groups):
+            jobs.submit(i, group, version, wave=-1, evaluation=True)
+        while jobs.pending:
+            reports |= {key: report for key, report, _ in jobs.finished(1.0)}
+            self.meanwhile()
+        return [reports[i] for i in range(len(groups))]
 
     def train(self, step: int, plans: list[RankPlan], data: dict[int, Any]) -> dict[str, float]:
         """One rollout step's optimizer steps on every rank; `data` maps group_index to the reference of its samples."""
         refs = [
-            t.train.remote(step, plan, *[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})])
+            t.call.remote("train", step, plan, *[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})])
             for t, plan in zip(self.trainers, plans, strict=True)
         ]
         return self.gather(refs, "trainer rank")[0]
 
     def publish(self, version: int) -> None:
         """Trainer -> servers: weights `version`, proven by fence and canary."""
-        path, canary = self.gather([t.publish.remote(version) for t in self.trainers], "trainer rank")[0]
+        path, canary = self.gather([t.call.remote("publish", version) for t in self.trainers], "trainer rank")[0]
         assert self.fleet
-        tol = self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg).itemsize == 4 else 0.25)
+        tol = self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg) == "float32" else 0.25)
         self.fleet.publish(version, path, canary if self.cfg.weights.canary else None, tol)
 
     def save(self, folder: Path) -> None:
         """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first."""
         self.gather(self._dumps, "sample dump")
         self._dumps = []
-        self.gather([t.save.remote(str(folder.resolve())) for t in self.trainers], "trainer rank")
+        self.gather([t.call.remote("save", str(folder.resolve())) for t in self.trainers], "trainer rank")
 
     def dump(self, path: Path, data: dict[int, Any]) -> None:
         """Write a step's samples to a readable file, in a process of its own: the controller never holds them."""
         task = ray.remote(dump_samples).options(num_cpus=0, max_retries=2)
         self._dumps.append(task.remote(str(path.resolve()), *[data[g] for g in sorted(data)]))
+
+    def save_groups(self, path: Path, groups: list[Any]) -> None:
+        """Write groups, given as references, to `path`, one JSON list of samples a line."""
+        self.gather([ray.remote(_write_groups).options(num_cpus=0).remote(str(path.resolve()), *groups)], "writing the groups under way,")
+
+    def load_groups(self, path: Path, state: list[dict[str, Any]]) -> list[tuple[list[SampleMeta], Any]]:
+        """Read what save_groups wrote: (metadata of a finished group's samples, reference to them) of each; no metadata for unfinished ones."""
+        if not state:
+            return []
+        task = ray.remote(_read_groups).options(num_cpus=0, num_returns=len(state) + 1)
+        metas, *refs = task.remote(str(path.resolve()), [s["ready"] for s in state], self.cfg.reward.key)
+        return list(zip(self.gather([metas], "reading the groups under way,")[0], refs, strict=True))
+
+
+class Rollouts:
+    """Groups under way on the workers, by key; the samples themselves stay in Ray's store until a trainer rank fetches them."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self.pending: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # reference to the report -> arguments of submit, reference to the samples
+
+    def submit(self, key: int, group: Any, version: int, wave: int = 0, evaluation: bool = False) -> None:
+        """Start a group, samples or a reference to them, on the next worker. See RolloutWorker.run_group."""
+        workers = self.cluster.workers
+        worker = workers[next(self.cluster.turn) % len(workers)]
+        report, data = worker.run_group.options(num_returns=2).remote(group, version, wave, evaluation)
+        self.pending[report] = (key, group, version, wave, evaluation), data
+
+    def finished(self, timeout: float, redo: bool = True) -> list[tuple[int, GroupReport, Any]]:
+        """(key, report, reference to the samples) of the groups that have come back; waits up to `timeout` seconds for the first. A group
+        whose worker died is submitted again, or without `redo` counts as interrupted before it began.
+
+        Raises: VimeError of a failing reward, request or engine.
+        """
+        if not self.pending:
+            time.sleep(min(timeout, 0.05))
+            return []
+        ray.wait(list(self.pending), num_returns=1, timeout=timeout)
+        done, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
+        self.cluster.check()
+        out = []
+        for ref in done:
+            args, data = self.pending.pop(ref)
+            try:
+                out.append((args[0], ray.get(ref), data))
+            except DEAD:
+                self.cluster.counts["groups_redone"] += 1
+                if redo:
+                    self.submit(*args)
+                else:
+                    out.append((args[0], GroupReport(args[0], interrupted=True), None))
+            except rex.RayTaskError:
+                raise self.cluster.blame([ref], f"group {args[0]}, part") from None
+        return out
+
+
+def _write_groups(path: str, *groups: list[Sample]) -> None:
+    lines = (json.dumps([s.to_dict() for s in group]) + "\n" for group in groups)
+    Path(path).write_text("".join(lines))
+
+
+def _read_groups(path: str, ready: list[bool], key: str | None) -> list[Any]:
+    groups = [[Sample.from_dict(d) for d in json.loads(line)] for line in Path(path).read_text().splitlines()]
+    return [[[meta_of(s, key) for s in g] if done else [] for g, done in zip(groups, ready, strict=True)], *groups]

@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     batch_size: int = Field(8, ge=1, description="prompts (groups) per step")
     n_samples_per_prompt: int = Field(8, ge=1, description="samples per prompt: the group size of GRPO")
     max_response_len: int = Field(256, ge=1, description="new tokens per sample at most")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; the trainer divides logits by it too")
+    temperature: float = Field(1.0, gt=0, le=2, description="sampling temperature; the trainer divides logits by it too")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, description="-1: off")
     stop: list[str] = Field([], description="stop strings; their tokens stay in the sample")
@@ -46,6 +46,13 @@ class RolloutConfig(Section):
     concurrency: int = Field(64, ge=1, description="sequences in flight per engine at most (a request for n samples counts n)")
     max_context_len: int = Field(2048, ge=2, description="prompt + response tokens at most; becomes the server's max_model_len")
     request_timeout: float = Field(600, gt=0, description="seconds one group may take, restarts of engines included, before the run stops")
+    over_sampling_batch_size: int | None = Field(
+        None, ge=1, description="sync mode: groups kept in flight until batch_size valid ones exist; unset: batch_size"
+    )
+    dynamic_filter: str | None = Field(None, description="nonzero_std, or a dotted path (args, samples) -> bool | DynamicFilterOutput")
+    partial_rollout: bool = Field(False, description="sync mode: what is unfinished when the batch is full goes on in the next step, token-exact")
+    mask_offpolicy_prefix: bool = Field(False, description="tokens of an interrupted sample that older weights sampled are not trained")
+    abort_timeout: float = Field(10, ge=0, description="seconds that running reward calls get when the batch is full; then they are cancelled")
     custom_generate: str | None = Field(None, description="dotted path: async (args, sample, sampling_params) -> Sample")
 
     @model_validator(mode="after")
@@ -95,8 +102,10 @@ class LossConfig(Section):
 class TrainConfig(Section):
     """Optimizer and the loop."""
 
-    mode: Literal["sync"] = Field("sync", description="sync: generate, then train (max_staleness = 0)")
-    max_staleness: Literal[0] = Field(0, description="weight versions a sample may lag behind the step that trains it")
+    mode: Literal["sync", "async"] = Field("sync", description="sync: servers and trainer take turns; async: generation never stops")
+    max_staleness: int = Field(
+        0, ge=0, description="how many weight versions a trained token may be older than the newest; async: 1 is one-step-off, more fully async"
+    )
     steps: int = Field(100, ge=1, description="rollout steps in the whole run")
     global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one step")
     lr: float = Field(1e-6, gt=0)
@@ -123,6 +132,9 @@ class ParallelConfig(Section):
 
 class WeightsConfig(Section):
     transport: Literal["shm", "file"] = Field("shm", description="shm: safetensors in /dev/shm; file: in the run folder (several hosts)")
+    in_flight: Literal["keep", "abort"] = Field(
+        "keep", description="requests that run during an update: keep them in the server, or abort and continue them, token-exact"
+    )
     canary: bool = Field(True, description="after each publish compare the servers' logprobs of a fixed prompt with the trainer's")
     canary_tol: float | None = Field(None, gt=0, description="largest mean |difference| accepted; unset: 1e-3 in float32, 0.25 in bfloat16")
 
@@ -131,7 +143,7 @@ class EvalConfig(Section):
     prompts: str | None = Field(None, description="held-out prompts; unset: no evaluation")
     interval: int = Field(10, ge=1, description="steps between evaluations (also before the first step and after the last)")
     n_samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=2)
     max_response_len: int | None = Field(None, ge=1, description="unset: as in rollout")
 
 
@@ -190,6 +202,15 @@ class Config(Section):
             faults.append(f"parallel.fsdp {self.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
         if self.algo.advantage_estimator == "grpo" and self.rollout.n_samples_per_prompt == 1:
             faults.append("GRPO needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
+        r, t = self.rollout, self.train
+        if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
+            faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
+        if t.mode == "async" and t.max_staleness == 0:
+            faults.append('train.mode = "async" needs train.max_staleness >= 1 (1: one-step-off)')
+        if t.mode == "async" and (r.partial_rollout or r.over_sampling_batch_size or r.mask_offpolicy_prefix):
+            faults.append("rollout.partial_rollout, over_sampling_batch_size and mask_offpolicy_prefix are for sync mode: async never interrupts")
+        if r.partial_rollout and not (t.max_staleness or r.mask_offpolicy_prefix):
+            faults.append("rollout.partial_rollout trains tokens of older weights: set train.max_staleness >= 1, or rollout.mask_offpolicy_prefix")
         if (self.rollout.top_p < 1 or self.rollout.top_k > 0) and not faults:
             faults.append("rollout.top_p < 1 and top_k > 0 change the sampling distribution, which isn't replayed: use 1 and -1")
         if faults:

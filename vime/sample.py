@@ -50,7 +50,7 @@ class Sample:
     @property
     def weight_versions(self) -> list[int]:
         """Weight versions that sampled this response's trained tokens, ascending, without repeats."""
-        return sorted({v for v in self.token_versions if v >= 0})
+        return sorted({v for v, trained in zip(self.token_versions, self.loss_mask) if trained})
 
     def append_tokens(
         self, tokens: list[int], log_probs: list[float] | None = None, *, versions: list[int] | int | None = None, trainable: bool = True

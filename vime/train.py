@@ -8,7 +8,7 @@ import signal
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -17,9 +17,11 @@ from vime import config as configs
 from vime import hooks, rewards
 from vime.config import Config
 from vime.data.prompts import Prompts
+from vime.data.tokenizer import load
 from vime.errors import VimeError
 from vime.observe.metrics import MetricLogger, plot, read
-from vime.rollout.worker import GroupReport
+from vime.rollout import filters
+from vime.rollout.pool import GROUPS, Pool
 from vime.sample import SampleMeta, Status
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
@@ -57,18 +59,18 @@ def preflight(cfg: Config) -> tuple[Prompts, Prompts | None]:
         missing = "no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"
         faults.append(f"model = {cfg.model!r}: {missing}")
     else:
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(cfg.model)
-        except Exception as e:  # transformers raises many types for a broken tokenizer
-            faults.append(f"model = {cfg.model!r}: its tokenizer does not load: {e}")
+            tokenizer = load(cfg.model)
+        except VimeError as e:
+            faults.append(f"model: {e}")
     room = cfg.rollout.max_context_len - cfg.rollout.max_response_len
     for key, path, n in (
         ("data.prompts", cfg.data.prompts, cfg.rollout.n_samples_per_prompt),
         ("eval.prompts", cfg.eval.prompts, cfg.eval.n_samples_per_prompt),
     ):
-        if path is None or (tokenizer is None and Path(path.partition("@")[0]).exists()):
+        if path is None or tokenizer is None:
+            if path and not Path(path.partition("@")[0]).exists():
+                faults.append(f"{key}: no such prompt file: {path}")
             continue
         try:
             found[key] = Prompts(cfg.data, path, tokenizer, n, cfg.seed, room)
@@ -76,6 +78,7 @@ def preflight(cfg: Config) -> tuple[Prompts, Prompts | None]:
             faults.append(f"{key}: {e}")
     for check in (
         lambda: rewards.resolve(cfg.reward),
+        lambda: filters.resolve(cfg.rollout.dynamic_filter),
         lambda: hooks.load(cfg.rollout.custom_generate, "rollout.custom_generate", 3) if cfg.rollout.custom_generate else None,
     ):
         try:
@@ -121,32 +124,9 @@ def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
     return None
 
 
-def rollout(cfg: Config, cluster: Cluster, prompts: Prompts, version: int) -> tuple[list[GroupReport], dict[int, Any], dict[str, int]]:
-    """One step's groups: batch_size of them, each replaced by the next prompt where it was dropped.
-
-    Returns: reports ordered by group_index, references to their samples by group_index, drops counted by reason.
-    """
-    reports: list[GroupReport] = []
-    data: dict[int, Any] = {}
-    dropped: dict[str, int] = {}
-    want = cfg.rollout.batch_size
-    limit = 10 * want  # a reward that fails for every group would otherwise draw prompts forever
-    while len(reports) < want:
-        for report, ref in cluster.run_groups(prompts.next(want - len(reports)), version):
-            if report.dropped:
-                dropped[report.dropped] = dropped.get(report.dropped, 0) + 1
-                if sum(dropped.values()) > limit:
-                    raise VimeError(f"{sum(dropped.values())} groups dropped in one step: {dropped}", "look at the reward function")
-                continue
-            reports.append(report)
-            data[report.group_index] = ref
-    reports.sort(key=lambda r: r.group_index)
-    return reports, data, dropped
-
-
 def evaluate(cluster: Cluster, prompts: Prompts, n: int, version: int) -> dict[str, float]:
     """Mean reward over the whole held-out file."""
-    metas = [m for report, _ in cluster.run_groups(prompts.all(n), version, evaluation=True) for m in report.metas]
+    metas = [m for report in cluster.evaluate(prompts.all(n), version) for m in report.metas]
     return {
         "eval/reward": float(np.mean([m.reward for m in metas])),
         "eval/response_len": float(np.mean([m.response_length for m in metas])),
@@ -154,22 +134,22 @@ def evaluate(cluster: Cluster, prompts: Prompts, n: int, version: int) -> dict[s
     }
 
 
-def rollout_metrics(reports: list[GroupReport], metas: list[SampleMeta], dropped: dict[str, int], seconds: float) -> dict[str, float]:
+def rollout_metrics(metas: list[SampleMeta], version: int, seconds: float) -> dict[str, float]:
+    """Of one batch, trained from weights `version`; `seconds` is how long the trainer waited for it."""
     by_group: dict[int, set[float]] = {}
     for m in metas:
         by_group.setdefault(m.group_index, set()).add(m.reward)
     tokens = sum(m.response_length for m in metas)
+    lags = [version - v for m in metas for v in m.versions]
     return {
         "rollout/raw_reward": float(np.mean([m.reward for m in metas])),
         "rollout/reward_std": float(np.std([m.reward for m in metas])),
         "rollout/response_len": tokens / len(metas),
         "rollout/truncated": float(np.mean([m.status is Status.TRUNCATED for m in metas])),
         "rollout/mixed_groups": float(np.mean([len(v) > 1 for v in by_group.values()])),
-        "rollout/retries": float(sum(r.retries for r in reports)),
-        "rollout/fenced": float(sum(r.fenced for r in reports)),
+        "rollout/staleness_max": float(max(lags, default=0)),
         "perf/rollout_s": seconds,
         "perf/rollout_tokens_per_s": tokens / seconds,
-        **{f"rollout/dropped_{k}": float(v) for k, v in dropped.items()},
     }
 
 
@@ -179,7 +159,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
     Raises: VimeError for anything a person can act on.
     """
     prompts, held_out = preflight(cfg)
-    from vime.cluster import Cluster  # Ray, torch and transformers take seconds to import: not before the inputs are known to be good
+    from vime.cluster import Cluster  # Ray takes seconds to import: not before the inputs are known to be good
     from vime.trainer import checkpoint
 
     ckpt = open_folder(cfg, resume, overwrite)
@@ -187,7 +167,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
     if ckpt:
         state = json.loads((ckpt / "state.json").read_text())
         start = state["step"]
-        prompts.load_state(state["prompts"])
+        prompts.load_state(state["prompts"])  # faults are found before anything starts
         if start >= cfg.train.steps:
             raise VimeError(f"{ckpt} is at step {start} of train.steps = {cfg.train.steps}: a resume would do nothing", "raise train.steps")
     (folder / "samples").mkdir(exist_ok=True)
@@ -197,8 +177,13 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
 
     def save(step: int) -> None:
         nonlocal saved
-        state = {"step": step, "prompts": prompts.state()}
-        checkpoint.write(folder / "checkpoints", step, state, cluster.save, cfg.checkpoint.keep)
+        state, groups = pool.snapshot()
+
+        def fill(tmp: Path) -> None:
+            cluster.save_groups(tmp / GROUPS, groups)
+            cluster.save(tmp)
+
+        checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
         saved = step
 
     interrupt = Interrupt()
@@ -208,30 +193,37 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
             t = time.monotonic()
             with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
                 cluster.start(ckpt)
+                pool = Pool(cfg, cluster, prompts, start + 1)
+                if ckpt:
+                    pool.restore(state, ckpt)
                 assert cluster.fleet
                 cluster.publish(start)
                 cluster.fleet.watch()
                 interrupt.looping = True
+            if cfg.train.mode == "async":
+                cluster.meanwhile = pool.pump
             console.print(f"started in {time.monotonic() - t:.0f} s; weights v{start} published to {len(cluster.fleet.urls)} engine(s)")
             if held_out and start == 0:
                 log.log(0, evaluate(cluster, held_out, cfg.eval.n_samples_per_prompt, 0))
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
-                reports, data, dropped = rollout(cfg, cluster, prompts, version=step - 1)
+                batch = pool.take()
                 t1 = time.monotonic()
 
-                metas = [m for r in reports for m in r.metas]
+                data = {f.group_index: f.data for f in batch}
+                metas = [m for f in batch for m in f.metas]
                 rewards_, groups_, rollouts_ = zip(*((m.reward, m.group_index, m.rollout_id) for m in metas), strict=True)
                 advantages = grpo(rewards_, groups_, rollouts_, cfg.algo.normalize_std).tolist()
                 stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
                 t2 = time.monotonic()
 
                 cluster.publish(step)
+                pool.version = step
                 t3 = time.monotonic()
                 if cfg.log.samples:
                     cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
                 assert cluster.fleet
-                metrics = rollout_metrics(reports, metas, dropped, t1 - t0) | stats
+                metrics = rollout_metrics(metas, step - 1, t1 - t0) | pool.metrics() | stats
                 metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)}
                 metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import Server
+from tests.integration.rollout_kit import Stack
 from tests.integration.trainer_kit import Ranks
 
 
@@ -13,3 +15,15 @@ def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def stack(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The session's server behind a router."""
+    s = Stack(server, tmp_path_factory.mktemp("rollout"))
+    try:
+        s.fleet.probe()
+        yield s
+    finally:
+        s.fleet.close()
+        s.router.stop()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError
 from vime.trainer import checkpoint
-from vime.weights.publish import location
+from vime.weights import location
 
 
 @contextmanager

@@ -1,4 +1,5 @@
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 
 from vime.config import DataConfig
 from vime.data.prompts import Prompts
+from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
 from vime.model import _char_tokenizer, encode
 
-TOKENIZER = _char_tokenizer()
+FOLDER = Path(tempfile.mkdtemp())
+_char_tokenizer().save_pretrained(FOLDER)
+TOKENIZER = Tokenizer(FOLDER)
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -157,7 +161,7 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "ab"}])
     with pytest.raises(VimeError, match="the chat template fails"):
         open_prompts(path, chat_template="{% if %}")
-    bare = _char_tokenizer()
+    bare = Tokenizer(FOLDER)
     bare.chat_template = None
     with pytest.raises(VimeError, match="no chat template"):
         Prompts(DataConfig(prompts=path), path, bare, 2, 0, 20)

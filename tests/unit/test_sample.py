@@ -43,7 +43,7 @@ def test_valid_calls_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"versions": 1}, "no logprobs; missing logprobs are never filled in"),
+        ({"versions": 1}, "no logprobs; none are ever filled in"),
         ({"log_probs": [-1.0], "versions": 1}, "2 trainable tokens came with 1 logprobs"),
         ({"log_probs": [-1.0, -1.0]}, "need the weight version"),
         ({"log_probs": [-1.0, -1.0], "versions": [1]}, "2 tokens came with 1 weight versions"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime.config import DataConfig
+from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
 from vime.sample import Sample
 
@@ -33,7 +34,7 @@ class Prompts:
     Raises: VimeError for a missing, unreadable or empty file, and one that lists all bad rows, the first 10 with their place.
     """
 
-    def __init__(self, data: DataConfig, path: str, tokenizer: Any, n: int, seed: int, max_prompt_len: int):
+    def __init__(self, data: DataConfig, path: str, tokenizer: Tokenizer, n: int, seed: int, max_prompt_len: int):
         self.path, self.n, self.seed, self.shuffle, self.tokenizer = path, n, seed, data.shuffle, tokenizer
         self.given = 0  # prompts given out since the run began
         self.rows = _rows(data, path, tokenizer, max_prompt_len)
@@ -62,7 +63,7 @@ class Prompts:
 
     def text(self, sample: Sample) -> str:
         """The prompt as the model sees it, special tokens included."""
-        return str(self.tokenizer.decode(sample.tokens[: sample.prompt_length]))
+        return self.tokenizer.decode(sample.tokens[: sample.prompt_length], skip_special_tokens=False)
 
     def state(self) -> dict[str, Any]:
         """Position and identity of the stream, JSON-able."""
@@ -98,7 +99,7 @@ class Prompts:
         ]  # fmt: skip
 
 
-def _rows(data: DataConfig, path: str, tokenizer: Any, max_prompt_len: int) -> list[Row]:
+def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int) -> list[Row]:
     """Read, check, render and tokenize every row of the slice."""
     m = SLICE.fullmatch(path)
     file = Path(m["path"] if m else path)
@@ -114,7 +115,7 @@ def _rows(data: DataConfig, path: str, tokenizer: Any, max_prompt_len: int) -> l
     for start in range(0, len(found), 1024):
         part = found[start : start + 1024]
         # a rendered chat template holds its special tokens already
-        ids = tokenizer([text for _, text, _ in part], add_special_tokens=not data.apply_chat_template)["input_ids"]
+        ids = tokenizer.encode([text for _, text, _ in part], special_tokens=not data.apply_chat_template)
         for (place, text, record), tokens in zip(part, ids):
             if len(tokens) > max_prompt_len:
                 faults.append(f"{place}: prompt of {len(tokens)} tokens, longer than the {max_prompt_len} that the context leaves")
@@ -154,7 +155,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{file}:{number}", ValueError(f"not JSON: {e}")
 
 
-def _render(data: DataConfig, record: Any, tokenizer: Any) -> str:
+def _render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
     """The text to tokenize. Raises: ValueError that says what is wrong with the record."""
     if isinstance(record, ValueError):
         raise record
@@ -171,10 +172,10 @@ def _render(data: DataConfig, record: Any, tokenizer: Any) -> str:
         if chat:
             raise ValueError("a list of chat messages needs data.apply_chat_template = true")
         return str(prompt)
-    if not (data.chat_template or getattr(tokenizer, "chat_template", None)):
-        raise ValueError("the tokenizer has no chat template: set data.chat_template, or data.apply_chat_template = false")
     messages = prompt if chat else [{"role": "user", "content": prompt}]
     try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=data.chat_template, tokenize=False, add_generation_prompt=True))
+        return tokenizer.render(messages, data.chat_template)
+    except ValueError:
+        raise
     except Exception as e:  # templates raise what they like
         raise ValueError(f"the chat template fails: {type(e).__name__}: {e}") from e

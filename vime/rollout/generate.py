@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vime.config import Config
+from vime.data import tokenizer
 from vime.rollout.http import EngineClient
 from vime.sample import Sample, Status
 
 T = TypeVar("T")
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
-# The client of the worker that runs now: what a custom_generate plug-in talks to the servers with.
-current_client: ContextVar[EngineClient] = ContextVar("current_client")
+
+class Slots:
+    """A semaphore whose holders take several permits at once, first come first served; more than there are means all of them."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free = asyncio.Semaphore(size)
+        self._turn = asyncio.Lock()  # two half-filled holders would wait for each other
+
+    @asynccontextmanager
+    async def take(self, n: int) -> AsyncIterator[None]:
+        taken = 0
+        try:
+            async with self._turn:
+                while taken < min(n, self.size):
+                    await self._free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free.release()
 
 
-@lru_cache(maxsize=2)
-def tokenizer(model: str) -> Any:
-    """What decodes for the folder `model`: the Rust tokenizer of tokenizer.json, or transformers (seconds to import) where there is none."""
-    if (file := Path(model) / "tokenizer.json").exists():
-        from tokenizers import Tokenizer
+class Link(NamedTuple):
+    """What a running group talks to the servers with; once `stop` is set no new request is sent, and samples come back aborted."""
 
-        return Tokenizer.from_file(str(file))
-    from transformers import AutoTokenizer
+    client: EngineClient
+    slots: Slots
+    stop: asyncio.Event
 
-    return AutoTokenizer.from_pretrained(model)
+
+link: ContextVar[Link] = ContextVar("link")
 
 
 def sampling_params(cfg: Config, evaluation: bool) -> dict[str, Any]:
@@ -46,9 +64,10 @@ def sampling_params(cfg: Config, evaluation: bool) -> dict[str, Any]:
     return params | {k: v for k, v in {"stop": r.stop, "stop_token_ids": r.stop_token_ids}.items() if v}
 
 
-async def generate_group(client: EngineClient, samples: list[Sample], cfg: Config, params: dict[str, Any]) -> None:
-    """Generate, in place, the response of every sample; those that share their tokens so far share one request with n choices.
+async def generate_group(samples: list[Sample], cfg: Config, params: dict[str, Any]) -> None:
+    """Generate, in place, the rest of every sample's response; those that share their tokens so far share one request with n choices.
 
+    A sample that the server aborts keeps the tokens it got and has status ABORTED: generate it again to continue it, token-exact.
     Raises: VimeError, EngineDown as EngineClient.generate; samples may then be half done.
     """
     sharing: dict[tuple[int, ...], list[Sample]] = {}
@@ -56,7 +75,7 @@ async def generate_group(client: EngineClient, samples: list[Sample], cfg: Confi
         sharing.setdefault(tuple(s.tokens), []).append(s)
     # vLLM refuses n > 1 for greedy sampling
     batches = list(sharing.values()) if params["temperature"] > 0 else [[s] for s in samples]
-    await all_of(*(_request(client, batch, cfg, params) for batch in batches))
+    await all_of(*(_request(batch, cfg, params) for batch in batches))
 
 
 async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
@@ -70,26 +89,33 @@ async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate one sample with the running worker's client: the default that a custom_generate plug-in can build on."""
-    await generate_group(current_client.get(), [sample], args, sampling_params)
+    """Generate one sample on the running worker's servers: the default that a custom_generate plug-in can build on."""
+    await generate_group([sample], args, sampling_params)
     return sample
 
 
-async def _request(client: EngineClient, samples: list[Sample], cfg: Config, params: dict[str, Any]) -> None:
-    first = samples[0]
+async def nap(seconds: float) -> None:
+    """Sleep, or less where the running group is interrupted meanwhile."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(link.get().stop.wait(), seconds)
+
+
+async def _request(samples: list[Sample], cfg: Config, params: dict[str, Any]) -> None:
+    first, at = samples[0], link.get()
     # vLLM cuts silently at its context length, so the room is computed here.
     room = min(params["max_tokens"] - first.response_length, cfg.rollout.max_context_len - len(first.tokens))
-    if room <= 0:
-        for s in samples:
-            s.status = Status.TRUNCATED
-        return
-    choices = await client.generate(
-        first.tokens,
-        params | {"n": len(samples), "max_tokens": room},
-        session_id=first.session_id or f"group-{first.group_index}",
-        timeout=cfg.rollout.request_timeout,
-    )
+    async with at.slots.take(len(samples)):
+        if room <= 0 or at.stop.is_set():
+            for s in samples:
+                s.status = Status.TRUNCATED if room <= 0 else Status.ABORTED
+            return
+        choices = await at.client.generate(
+            first.tokens,
+            params | {"n": len(samples), "max_tokens": room},
+            session_id=first.session_id or f"group-{first.group_index}",
+            timeout=cfg.rollout.request_timeout,
+        )
     for s, c in zip(samples, choices):
         s.append_tokens(c.token_ids, c.log_probs, versions=c.versions)
-        s.response = tokenizer(cfg.model).decode(s.tokens[s.prompt_length :], skip_special_tokens=True)
+        s.response = tokenizer.load(cfg.model).decode(s.tokens[s.prompt_length :])
         s.status = STATUS.get(c.finish_reason, Status.FAILED)

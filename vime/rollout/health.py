@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from vime.errors import VimeError
-from vime.rollout.http import FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
+from vime.rollout.http import ABORT, FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
 from vime.weights import UNTOUCHED, Canary
 
@@ -32,8 +33,8 @@ class Fleet:
     Sync methods; the HTTP calls run in a private event loop thread. Publishing and healing exclude each other.
     """
 
-    def __init__(self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None):
-        self.urls, self.restart, self.router = urls, restart, router
+    def __init__(self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep"):
+        self.urls, self.restart, self.router, self.in_flight = urls, restart, router, in_flight
         self.counts = {"engine_restarts": 0, "router_restarts": 0}
         self._clients = [EngineClient(u) for u in urls]
         self._current: Weights | None = None
@@ -58,6 +59,18 @@ class Fleet:
                 self._run(c.prompt_logprobs([0, 0]))
             except VimeError as e:
                 raise VimeError(f"engine {i}: start-up probe: {e.what}", e.fix or "does it have vime's plugin?") from e
+
+    def abort(self) -> None:
+        """End every request on every server; each gives back what it has. A dead server has none."""
+
+        async def one(c: EngineClient) -> None:
+            with suppress(EngineDown):
+                await c.post(ABORT, {})
+
+        async def every() -> None:
+            await asyncio.gather(*map(one, self._clients))
+
+        self._run(every())
 
     def publish(self, version: int, path: str, canary: Canary | None, tol: float = 1e-3) -> None:
         """Bring weights `version`, the safetensors at `path`, to every server, one that dies meanwhile included, and prove that they took.
@@ -92,7 +105,7 @@ class Fleet:
         """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
         c, at = self._clients[i], f"engine {i} ({self.urls[i]}): weights v{w.version} did not take"
         await c.post(INIT, {"init_info": {}})
-        await c.pause()
+        await c.pause(self.in_flight)
         await c.post(START)
         try:
             await c.post(UPDATE, {"update_info": {"path": w.path}}, timeout=1800)

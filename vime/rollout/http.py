@@ -14,8 +14,8 @@ from vime.errors import VimeError, nearest
 GENERATE, HEALTH = "/inference/v1/generate", "/health"
 PAUSE, RESUME, RESET_PREFIX_CACHE = "/pause", "/resume", "/reset_prefix_cache"
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
-FINISH, INFO = "/finish_weight_update", "/weight_info"
-NEEDS = {GENERATE, HEALTH, PAUSE, RESUME, RESET_PREFIX_CACHE, INIT, START, UPDATE, FINISH, INFO}
+FINISH, INFO, ABORT = "/finish_weight_update", "/weight_info", "/abort_requests"
+NEEDS = {ABORT, GENERATE, HEALTH, PAUSE, RESUME, RESET_PREFIX_CACHE, INIT, START, UPDATE, FINISH, INFO}
 
 # vLLM ignores a sampling parameter it does not know, so a misspelt one would go unnoticed.
 NAMES = """
@@ -136,9 +136,10 @@ class EngineClient:
     async def health(self, timeout: float = 10) -> None:
         await self._call("GET", HEALTH, timeout=timeout)
 
-    async def pause(self) -> None:
-        """Freeze the server between two tokens. Requests stay and go on after `resume`, which must follow."""
-        await self._call("POST", PAUSE, query={"mode": "keep"})
+    async def pause(self, mode: str = "keep") -> None:
+        """Freeze the server between two tokens; RESUME must follow. Requests stay and go on then, or with mode "abort" end at once and
+        give back what they have."""
+        await self._call("POST", PAUSE, query={"mode": mode})
 
     async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> None:
         """A control call without an answer: RESUME, and INIT, START, UPDATE, FINISH of a weight update."""

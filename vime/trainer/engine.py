@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
-from vime.trainer import checkpoint
+from vime.trainer import state
 from vime.trainer.batch import Item, RankPlan
 from vime.trainer.loss import HeadLoss, head_log_probs, kl, policy_loss
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
-from vime.weights import Canary
-from vime.weights.publish import canary_tokens, location, publish
+from vime.weights import Canary, location
+from vime.weights.publish import canary_tokens, publish
 
 
 def learning_rate(step: int, cfg: TrainConfig) -> float:
@@ -90,7 +90,7 @@ class Trainer:
         betas = (train.adam_beta1, train.adam_beta2)
         self.optimizer = torch.optim.AdamW([decayed, plain], lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
         if folder:
-            checkpoint.load_rank(Path(folder), self.model, self.optimizer)
+            state.load_rank(Path(folder), self.model, self.optimizer)
         if self.rank == 0:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
 
@@ -220,7 +220,7 @@ class Trainer:
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write)."""
-        checkpoint.save_rank(Path(folder), self.model, self.optimizer, self.source, getattr(torch, self.cfg.train.dtype))
+        state.save_rank(Path(folder), self.model, self.optimizer, self.source, getattr(torch, self.cfg.train.dtype))
 
     def close(self) -> None:
         """Leave the process group and remove the published files."""

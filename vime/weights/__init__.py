@@ -1,6 +1,11 @@
-"""Weights on their way from trainer to servers."""
+"""Weights on their way from trainer to servers: what both sides, and the driver, must know. Imports nothing heavy."""
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
+
+from vime.config import Config
+from vime.errors import VimeError
 
 # How a server begins its refusal of an update that it found wrong before it touched its model.
 UNTOUCHED = "weights refused, the model is unchanged"
@@ -12,3 +17,20 @@ class Canary:
 
     token_ids: list[int]
     log_probs: list[float]
+
+
+def location(cfg: Config) -> Path:
+    """Folder of the published files. With transport "shm" it lies in /dev/shm, named after the run's folder, and outlives the
+    processes: whoever ends the run removes it."""
+    if cfg.weights.transport == "file":
+        return cfg.folder.resolve() / "weights"
+    return Path("/dev/shm") / f"vime-{hashlib.sha256(str(cfg.folder.resolve()).encode()).hexdigest()[:16]}"
+
+
+def server_dtype(cfg: Config) -> str:
+    """Torch's name of the dtype that servers keep weights in: [vllm] dtype where it is set, else train.dtype."""
+    given = str(cfg.vllm.get("dtype", cfg.train.dtype))
+    name = {"float": "float32", "half": "float16", "auto": cfg.train.dtype}.get(given, given)
+    if name not in ("float32", "bfloat16", "float16"):
+        raise VimeError(f"vllm.dtype = {given!r} is not supported", "float32 or bfloat16")
+    return name

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -14,26 +12,10 @@ from transformers import PreTrainedModel
 from vime.config import Config
 from vime.errors import VimeError
 from vime.trainer.parallel import agree, full_tensors
+from vime.weights import location, server_dtype
 
 KEEP = 2  # a server that reads the previous version while the next one appears must still find it
 CANARY_LENGTH = 24
-
-
-def location(cfg: Config) -> Path:
-    """Folder of the published files. With transport "shm" it lies in /dev/shm, named after the run's folder, and outlives the
-    processes: whoever ends the run removes it."""
-    if cfg.weights.transport == "file":
-        return cfg.folder.resolve() / "weights"
-    return Path("/dev/shm") / f"vime-{hashlib.sha256(str(cfg.folder.resolve()).encode()).hexdigest()[:16]}"
-
-
-def server_dtype(cfg: Config) -> torch.dtype:
-    """The dtype that servers keep weights in: [vllm] dtype where it is set, else train.dtype."""
-    name = {"float": "float32", "half": "float16", "auto": cfg.train.dtype}.get(d := str(cfg.vllm.get("dtype", cfg.train.dtype)), d)
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise VimeError(f"vllm.dtype = {name!r} is not a dtype", "float32 or bfloat16")
-    return dtype
 
 
 def publish(model: PreTrainedModel, cfg: Config, version: int, rank: int) -> str:
@@ -41,7 +23,7 @@ def publish(model: PreTrainedModel, cfg: Config, version: int, rank: int) -> str
     collective. The file appears whole or not at all; without room for it every rank raises VimeError. Returns: its path, on every rank."""
     folder = location(cfg)
     path, error = folder / f"v{version}.safetensors", None
-    tensors = full_tensors(model, server_dtype(cfg))
+    tensors = full_tensors(model, getattr(torch, server_dtype(cfg)))
     if rank == 0:
         partial = path.with_suffix(".tmp")
         try:

@@ -1,0 +1,140 @@
+"""Admission, deadlines and interruption of groups, against a simulated fleet of workers that finish in any order."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vime import config
+from vime.rollout.pool import Pool, feasible
+from vime.rollout.worker import GroupReport
+from vime.sample import Sample, SampleMeta, Status
+
+BATCH = 3
+
+
+class Prompts:
+    """An endless row of groups of one sample."""
+
+    def __init__(self):
+        self.given = 0
+
+    def next(self, k):
+        self.given += k
+        return [[Sample(group_index=g)] for g in range(self.given - k, self.given)]
+
+    def state(self):
+        return {"given": self.given}
+
+    def load_state(self, state):
+        self.given = state["given"]
+
+
+class Workers:
+    """Stands where Cluster does. A group needs `work` ticks; each tick gives it a token of the newest weights, `fate` may drop it."""
+
+    def __init__(self, work, fate):
+        self.rollouts, self.pending, self.now = self, {}, 0
+        self.work, self.fate = work, fate
+
+    def submit(self, key, group, version, wave):
+        assert key not in self.pending
+        tokens = list(group[0].token_versions)
+        tokens = [v if not self.mask or v >= version else None for v in tokens]
+        self.pending[key] = [max(1, next(self.work) - len(tokens)), tokens]
+
+    def finished(self, timeout):
+        out = []
+        for key, (left, tokens) in list(self.pending.items()):
+            tokens.append(self.now)
+            if left > 1:
+                self.pending[key][0] -= 1
+                continue
+            del self.pending[key]
+            oldest = min((v for v in tokens if v is not None), default=None)
+            drop = next(self.fate)
+            metas = [] if drop else [SampleMeta(key, key, key, 1, len(tokens), 1, 0.0, Status.COMPLETED, False, tuple(tokens))]
+            out.append((key, GroupReport(key, metas, "unlucky" if drop else None, oldest=oldest), [Sample(group_index=key, token_versions=tokens)]))
+        return out
+
+    def interrupt(self, wave):
+        pass
+
+    def drain(self, timeout):
+        for key, (_, tokens) in list(self.pending.items()):
+            del self.pending[key]
+            oldest = min((v for v in tokens if v is not None), default=None)
+            kept = [Sample(group_index=key, token_versions=[-1 if v is None else v for v in tokens])]
+            yield key, GroupReport(key, interrupted=True, oldest=oldest), kept
+
+
+MODES = {
+    "sync": {},
+    "over-sampling": {"rollout": {"over_sampling_batch_size": 2 * BATCH}},
+    "partial": {"rollout": {"over_sampling_batch_size": 2 * BATCH, "partial_rollout": True}, "train": {"max_staleness": 1}},
+    "partial, masked": {"rollout": {"over_sampling_batch_size": 2 * BATCH, "partial_rollout": True, "mask_offpolicy_prefix": True}},
+    "one-step-off": {"train": {"mode": "async", "max_staleness": 1}},
+    "async": {"train": {"mode": "async", "max_staleness": 3}},
+}
+
+
+def make(mode, work, fate):
+    tree = {"model": "m", "data": {"prompts": "p"}, **{k: dict(v) for k, v in MODES[mode].items()}}
+    tree.setdefault("rollout", {})["batch_size"] = BATCH
+# CORR
+    cfg = config.validate(tree, "test")
+    workers = Workers(itertools.cycle(work), itertools.cycle([*fate, False]))
+    workers.mask = cfg.rollout.mask_offpolicy_prefix
+    return Pool(cfg, workers, Prompts(), 1), workers, cfg
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(list(MODES)), st.lists(st.integers(1, 30), min_size=1, max_size=30), st.lists(st.booleans(), max_size=6))
+def test_no_token_is_too_old_and_no_group_is_lost_or_trained_twice(mode, work, fate):
+    pool, workers, cfg = make(mode, work, fate)
+    bound, trained, dropped = cfg.train.max_staleness, [], 0
+    for step in range(1, 8):
+        batch = pool.take()
+        assert len(batch) == BATCH
+        for f in batch:
+            versions = [v for m in f.metas for v in m.versions if v is not None]
+            assert all(step - 1 - bound <= v <= step - 1 for v in versions), (step, versions)
+        trained += [f.group_index for f in batch]
+        if mode == "async":
+            for _ in range(2):
+                pool.pump()
+        held = [f.group_index for f in (*pool.ready, *pool.waiting, *pool.running.values())]
+        dropped += sum(n for k, n in pool.counts.items() if k.startswith("dropped"))
+        assert Counter(trained + held).most_common(1)[0][1] == 1
+        assert len(trained) + len(held) + dropped == pool.prompts.given
+        if bound:
+            assert len(held) <= BATCH * (bound + 1)
+        if cfg.train.mode == "sync":
+            assert not pool.running and not workers.pending
+        pool.metrics()
+        pool.version = workers.now = step
+
+
+@given(st.sampled_from(list(MODES)), st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_a_snapshot_holds_every_group(mode, work):
+    pool, _, _ = make(mode, work, [])
+    pool.take()
+    state, refs = pool.snapshot()
+    assert len(refs) == len(state["groups"])
+    again, workers, _ = make(mode, work, [])
+    metas = {f.group_index: f.metas for f in pool.ready}
+    workers.load_groups = lambda path, groups: [(metas.get(g["group_index"], []), ref) for g, ref in zip(groups, refs)]
+    again.step, again.version = pool.step, pool.version
+    again.restore(state, Path())
+    assert again.prompts.given == pool.prompts.given
+    assert {f.group_index for f in again.ready} == {f.group_index for f in pool.ready}
+    assert {f.group_index for f in again.waiting} == {f.group_index for f in (*pool.waiting, *pool.running.values())}
+
+
+@given(st.lists(st.integers(1, 6), max_size=12), st.integers(1, 3))
+def test_feasible_is_what_trying_every_order_finds(deadlines, batch):
+    """Earliest deadline first is optimal: if any schedule is in time, that one is."""
+    slots = sorted(deadlines)
+    assert feasible(deadlines, 1, batch) == all(sum(d <= t for d in slots) <= batch * t for t in range(1, 7))

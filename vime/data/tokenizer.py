@@ -1,0 +1,61 @@
+"""Text to token ids and back, for a model folder. Reads its files itself: transformers' own way imports torch, eight seconds of a start."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Rust
+
+from vime.errors import VimeError
+
+
+class Tokenizer:
+    """tokenizer.json, the special tokens and the chat template of a Hugging Face folder; the same ids as AutoTokenizer gives.
+
+    Raises: VimeError where tokenizer.json is missing or not readable.
+    """
+
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        try:
+            self._rust = Rust.from_file(str(folder / "tokenizer.json"))
+            file = folder / "tokenizer_config.json"
+            config = json.loads(file.read_text()) if file.exists() else {}
+        except Exception as e:  # the Rust side raises plain Exception
+            fix = "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes tokenizer.json where a model comes without"
+            raise VimeError(f"{folder}: its tokenizer does not load: {e}", fix) from e
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        named = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+        self.special: dict[str, str] = {k: v for k, v in named.items() if isinstance(v, str)}
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several named ones
+            template = {t["name"]: t["template"] for t in template}.get("default")
+        file = folder / "chat_template.jinja"
+        self.chat_template: str | None = file.read_text() if file.exists() else template
+
+    def encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; special_tokens: with what the tokenizer puts around a text (<bos>, ...)."""
+        return [e.ids for e in self._rust.encode_batch(texts, add_special_tokens=special_tokens)]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(self._rust.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def render(self, messages: list[dict[str, Any]], template: str | None = None, **kw: Any) -> str:
+        """The prompt's text: `messages` through the chat template (or `template`), up to where the model's answer begins."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        chosen = template or self.chat_template
+        if not chosen:
+            raise ValueError("the tokenizer has no chat template: set data.chat_template, or data.apply_chat_template = false")
+        texts, _ = render_jinja_template([messages], chat_template=chosen, add_generation_prompt=True, **self.special, **kw)
+        return str(texts[0])
+
+
+@lru_cache(maxsize=2)
+def load(folder: str) -> Tokenizer:
+    """The tokenizer of a folder, read once in a process."""
+    return Tokenizer(folder)

@@ -1,0 +1,50 @@
+"""Dynamic sampling filters: which finished groups are worth training on. Shapes are slime's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vime import hooks
+from vime.errors import VimeError, nearest
+from vime.sample import Sample
+
+
+@dataclass
+class DynamicFilterOutput:
+    """What a dynamic filter may return in place of a bool. `reason` names the counter rollout/dropped_<reason>."""
+
+    keep: bool
+    reason: str | None = None
+
+
+def nonzero_std(args: Any, samples: list[Sample], **kw: Any) -> DynamicFilterOutput:
+    """Keep groups whose rewards differ: the others have advantage 0 under GRPO (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11)."""
+    rewards = {s.reward_value(args.reward.key) for s in samples}
+    return DynamicFilterOutput(len(rewards) > 1, "zero_std")
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"nonzero_std": nonzero_std}
+
+
+def resolve(path: str | None) -> Callable[..., Any] | None:
+    """The function that `rollout.dynamic_filter` names. Raises: VimeError for an unknown name, path or signature."""
+    if path is None or path in BUILT_IN:
+        return BUILT_IN[path] if path else None
+    if not {":", "."} & set(path):
+        raise VimeError(f"rollout.dynamic_filter = {path!r}: no such built-in", nearest(path, list(BUILT_IN)))
+    return hooks.load(path, "rollout.dynamic_filter", 2)
+
+
+def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> str | None:
+    """Why the filter drops this group; None where it keeps it. Raises: VimeError naming the group where the filter fails."""
+    if fn is None:
+        return None
+    try:
+        got = fn(args, samples)
+    except Exception as e:  # a plug-in may fail in any way
+        what = f"{args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}: {type(e).__name__}: {e}"
+        raise VimeError(f"rollout.dynamic_filter = {what}") from e
+    keep = got if isinstance(got, bool) else got.keep
+    return None if keep else getattr(got, "reason", None) or "dynamic_filter"

@@ -1,0 +1,175 @@
+"""Which groups are on their way: admission within the staleness bound, over-sampling, interruption, and what a checkpoint must keep.
+
+A group is admitted only where it can still be trained within `train.max_staleness` = s: tokens sampled with weights v are trained by
+step v + s + 1 at the latest (step t starts from weights t - 1). That is earliest-deadline-first scheduling of groups, `batch_size` of
+them a step: `fill` admits as many as fit, `take` never picks a set that would leave too many others for the steps they have left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vime.config import Config
+from vime.data.prompts import Prompts
+from vime.errors import VimeError
+from vime.rollout.worker import GroupReport
+from vime.sample import SampleMeta
+
+if TYPE_CHECKING:
+    from vime.cluster import Cluster
+
+GROUPS = "groups.jsonl"  # in a checkpoint: the samples of every group under way, a group a line
+DRAWS = 10  # batches of groups that may be dropped in one step: a filter that drops all would otherwise draw prompts forever
+
+
+@dataclass
+class Flight:
+    """One group on its way. `group`: its samples as they were submitted last, or a reference to them."""
+
+    group_index: int
+    group: Any
+    oldest: int  # weight version of the oldest token that will be trained; while there is none, of the weights it was started with
+    metas: list[SampleMeta] = field(default_factory=list)  # once it is finished
+    data: Any = None  # reference to the finished samples
+
+
+def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
+    """Whether groups with these deadlines can be trained in time by steps of `batch` groups each, the first of them `step`."""
+    return all(step + math.ceil(n / batch) - 1 <= deadline for n, deadline in enumerate(sorted(deadlines), 1))
+
+
+class Pool:
+    """The groups of a run that are drawn from the prompts and not trained yet. Bulk data stays where it is: this holds references."""
+
+    def __init__(self, cfg: Config, cluster: Cluster, prompts: Prompts, step: int):
+        self.cfg, self.cluster, self.prompts = cfg, cluster, prompts
+        self.step = step  # the next one that takes a batch
+        self.version = step - 1  # newest published weights
+        self.waiting: list[Flight] = []  # interrupted or restored: they go on before new prompts are drawn
+        self.running: dict[int, Flight] = {}
+        self.ready: list[Flight] = []
+        self.counts: Counter[str] = Counter()  # since the last take
+        self.wave = 0  # number of the current submissions, for interrupting them
+        r = cfg.rollout
+        self.batch, self.bound = r.batch_size, cfg.train.max_staleness
+        self.target = r.over_sampling_batch_size or self.batch
+
+    def deadline(self, f: Flight) -> int:
+        return f.oldest + self.bound + 1
+
+    def fill(self) -> None:
+        """Submit waiting groups, then new ones: in sync mode up to the over-sampling target, in async mode all that the bound admits."""
+        room = self.batch * (self.version + self.bound + 2 - self.step)  # what can be trained of groups that start now
+        target = room if self.cfg.train.mode == "async" else min(self.target, room) if self.bound else self.target
+        if self.cfg.train.mode == "sync" and len(self.ready) >= self.batch:
+            return
+        while len(self.running) + len(self.ready) < target:
+            if self.waiting:
+                flight = self.waiting.pop(0)
+            else:
+                group = self.prompts.next(1)[0]
+                flight = Flight(group[0].group_index, group, self.version)
+            if self.bound == 0 or self.cfg.rollout.mask_offpolicy_prefix:
+                flight.oldest = self.version
+            self.running[flight.group_index] = flight
+            self.cluster.rollouts.submit(flight.group_index, flight.group, self.version, self.wave)
+
+    def pump(self, timeout: float = 0.0) -> None:
+        """Note what has finished, waiting up to `timeout` seconds for something to, and refill."""
+        for key, report, data in self.cluster.rollouts.finished(timeout):
+            self.note(self.running.pop(key), report, data)
+        self.fill()
+
+    def note(self, flight: Flight, report: GroupReport, data: Any) -> None:
+        """File a group that came back from its worker."""
+        for name in ("retries", "fenced", "continued"):
+            self.counts[name] += getattr(report, name)
+        if report.dropped:
+            self.counts[f"dropped_{report.dropped}"] += 1
+        elif report.interrupted:
+            self.put_back(flight, data, report.oldest)
+        else:
+            flight.metas, flight.data = report.metas, data
+            flight.oldest = flight.oldest if report.oldest is None else report.oldest
+            self.ready.append(flight)
+
+    def put_back(self, flight: Flight, data: Any, oldest: int | None) -> None:
+        """A group that was interrupted waits for its next turn: with the tokens it has, or from its prompt where those can't be trained."""
+        keep = self.cfg.rollout.partial_rollout and data is not None
+        self.counts["interrupted" if keep else "restarted"] += 1
+        if keep:
+            flight.group, flight.oldest = data, self.version if oldest is None else oldest
+        else:
+            flight.oldest = self.version
+        self.waiting.append(flight)
+        self.waiting.sort(key=lambda f: (f.oldest, f.group_index))
+
+    def take(self) -> list[Flight]:
+        """The next step's batch, oldest first; waits until there is one that leaves the others their time. Raises: VimeError where the
+        filters drop DRAWS batches' worth of groups meanwhile, or as `Cluster.check`."""
+        self.fill()
+        while (chosen := self.choose()) is None:
+            self.pump(1.0)
+            dropped = {k: n for k, n in self.counts.items() if k.startswith("dropped_")}
+            if sum(dropped.values()) > DRAWS * self.batch:
+                raise VimeError(f"{sum(dropped.values())} groups dropped in one step: {dropped}", "look at the reward function and the filters")
+        self.ready = [f for f in self.ready if f not in chosen]
+        if self.cfg.train.mode == "sync":
+            self.interrupt()
+        self.step += 1
+        return sorted(chosen, key=lambda f: f.group_index)
+
+    def choose(self) -> list[Flight] | None:
+        """`batch` finished groups for this step, or None where there are none yet without making another one late."""
+        if len(self.ready) < self.batch:
+            return None
+        self.ready.sort(key=lambda f: (f.oldest, f.group_index))
+        chosen, rest = self.ready[: self.batch], self.ready[self.batch :]
+        others = [self.deadline(f) for f in (*rest, *self.running.values(), *self.waiting)]
+        # with bound 0 no other is bound by what it has: it starts again, or its old tokens are masked
+        return chosen if self.bound == 0 or feasible(others, self.step + 1, self.batch) else None
+
+    def interrupt(self) -> None:
+        """End what is in flight, keeping it for the next step: servers and trainer take turns in sync mode."""
+        if self.running:
+            self.cluster.interrupt(self.wave)
+            self.wave += 1
+            for key, report, data in self.cluster.drain(self.cfg.rollout.abort_timeout + 5):
+                self.note(self.running.pop(key), report, data)
+            for flight in self.running.values():  # they did not answer: their results, should they come, are not wanted any more
+                self.counts["abandoned"] += 1
+                self.put_back(flight, None, None)
+            self.running = {}
+        if self.bound == 0:  # finished ones beyond the batch are a version too old by the next step
+            for flight in self.ready:
+                self.put_back(flight, flight.data if self.cfg.rollout.mask_offpolicy_prefix else None, None)
+            self.ready = []
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the last call, and where the groups are now."""
+        out = {f"rollout/{k}": float(v) for k, v in self.counts.items()}
+        self.counts.clear()
+        out |= {"rollout/in_flight": len(self.running), "rollout/ready": len(self.ready), "rollout/buffered": len(self.waiting)}
+        return {"rollout/retries": 0.0, "rollout/fenced": 0.0} | out
+
+    def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
+        """What a checkpoint must keep: JSON-able state (position in the prompts included), and references to the samples of every group
+        that is drawn and not trained. A running group is kept as it was submitted: after a resume it runs again from there."""
+        flights = [(f, True, f.data) for f in self.ready] + [(f, False, f.group) for f in (*self.waiting, *self.running.values())]
+        groups = [{"group_index": f.group_index, "oldest": f.oldest, "ready": ready} for f, ready, _ in flights]
+        return {"prompts": self.prompts.state(), "groups": groups, "counts": dict(self.counts)}, [ref for _, _, ref in flights]
+
+    def restore(self, state: dict[str, Any], folder: Path) -> None:
+        """Continue where `snapshot` was taken; `folder` holds the checkpoint. Raises: VimeError as Prompts.load_state."""
+        self.prompts.load_state(state["prompts"])
+        self.counts.update(state["counts"])
+        for kept, (metas, ref) in zip(state["groups"], self.cluster.load_groups(folder / GROUPS, state["groups"]), strict=True):
+            flight = Flight(kept["group_index"], ref, kept["oldest"])
+            if kept["ready"]:
+                flight.metas, flight.data = metas, ref
+            (self.ready if kept["ready"] else self.waiting).append(flight)
