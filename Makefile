@@ -9,6 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 export PYTHON FLAVOUR
 
 BIN := .venv/bin
+JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 help: ## list the targets
@@ -27,8 +28,8 @@ demo-tiny: install ## the short check: a character-level model learns to reverse
 	@$(BIN)/python examples/reverse/make_data.py
 	@$(BIN)/vime train examples/reverse/run.toml --overwrite
 
-test: install ## unit, integration and end-to-end tests; one session, so that they share one server and one tiny model
-	@$(PYTEST) tests/unit tests/integration tests/e2e
+test: install ## unit, integration and end-to-end tests, two files at a time; files on one worker share one server
+	@$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/integration tests/e2e
 
 unit integration e2e: install ## one stage of the tests
 	@$(PYTEST) tests/$@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ from vime.config import Config, validate
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the char-level model (fp32, tied lm_head, chat template), warm-started on noisy "reverse the word".
 
-    VIME_TINY_MODEL names a folder that outlives the session: made once, then reused.
+    Made once for all workers of a session. VIME_TINY_MODEL names a folder that outlives the session.
     """
     from vime.model import tiny
 
-    return tiny(os.environ.get("VIME_TINY_MODEL") or tmp_path_factory.mktemp("model") / "tiny")
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with open(shared / "tiny.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return tiny(os.environ.get("VIME_TINY_MODEL") or shared / "tiny")
 
 
 def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_async_survives_its_driver_and_goes_on_as_partial_rollout(tmp_path, tiny
         j.wait_for_step(4)
         time.sleep(0.1)
         os.kill(j.pids()["driver"], signal.SIGKILL)
-        j.wait(60)
+        j.wait(120)
         assert j.left_behind() == []
         assert state(j)["groups"], "no group was under way"
         assert j.run("--resume") == 0, j.printed[-3000:]
