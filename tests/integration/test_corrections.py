@@ -332,9 +332,10 @@ def test_custom_reducer_and_advantage(tmp_path):
 
 def test_functions_that_do_not_fit_are_named(tmp_path):
     folder = make_model(tmp_path / "m")
-    with pytest.raises(VimeError, match=r"algo.custom_tis = .*no_keywords\(args, pg_loss\) does not take .*rollout_log_probs"):
-        with one_rank(make_cfg(folder, tmp_path, algo={"custom_tis": f"{HERE}:no_keywords"})):
-            pass
+    cfg = make_cfg(folder, tmp_path, algo={"custom_tis": f"{HERE}:no_keywords"})
+    said = r"algo.custom_tis = .*no_keywords\(args, pg_loss\) does not take .*rollout_log_probs"
+    with pytest.raises(VimeError, match=said), one_rank(cfg):
+        pass
     cfg = make_cfg(folder, tmp_path, algo={"custom_tis": f"{HERE}:wrong_shape"})
     with one_rank(cfg) as t, pytest.raises(VimeError, match=r"algo.custom_tis: values of shape .* came back for \d+ response tokens"):
         train_once(t, cfg, 1, make_batch(6))
