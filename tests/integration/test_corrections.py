@@ -131,7 +131,7 @@ def test_corrections_equal_the_naive_loss(tmp_path):
         close(got, grads)
         assert ("train/tis" in m) is (kind is not rollout_logprobs)
         if kind is not rollout_logprobs:
-            assert 0.05 < m["train/tis_clipfrac"] < 0.95 and m["train/tis_abs"] > 0.1
+            assert 0 < m["train/tis_clipfrac"] < 1 and m["train/tis_abs"] > 0.1, m
         assert m["train/logprob_abs_diff"] > 0.1, "of the trainer against the servers, also where the latter stand for the old policy"
 
 

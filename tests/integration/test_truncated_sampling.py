@@ -13,6 +13,7 @@ from vime.errors import VimeError
 from vime.rollout.engine import Engine
 from vime.rollout.generate import current_client, generate_group, sampling_params
 from vime.rollout.http import EngineClient
+from vime.rollout.router import Router
 from vime.sample import Sample
 from vime.trainer.batch import Item
 from vime.trainer.packing import pack
@@ -23,12 +24,17 @@ SETTINGS = {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 20}, "both": {"top_p": 0
 
 @pytest.fixture(scope="module")
 def truncating(make_config, tmp_path_factory) -> Iterator[Server]:
-    """A server of its own flags: --return-sampling-mask follows from rollout.top_p."""
+    """A server of its own flags behind a router: --return-sampling-mask follows from rollout.top_p."""
     cfg = make_config(rollout={"top_p": 0.8, "temperature": 1.3})
-    engine = Engine(cfg, 0, str(tmp_path_factory.mktemp("truncating")))
+    folder = str(tmp_path_factory.mktemp("truncating"))
+    engine = Engine(cfg, 0, folder)
+    router = None
     try:
-        yield Server(engine, engine.start(), cfg)
+        router = Router(cfg, [engine.start()], folder)
+        yield Server(engine, router.start(), cfg)
     finally:
+        if router:
+            router.stop()
         engine.stop()
 
 

@@ -64,8 +64,8 @@ def sampling_params(cfg: Config, evaluation: bool) -> dict[str, Any]:
         "repetition_penalty": 1.0,
     }
     if r.truncated:  # a server that returns sampling masks wants a temperature and a top_k: say greedy and "off" in those terms
-        greedy = params["temperature"] == 0
-        params |= {"temperature": 1.0, "top_k": 1} if greedy else {"top_k": r.top_k if r.top_k > 0 else EVERY_TOKEN}
+        params |= {"temperature": 1.0, "top_k": 1} if params["temperature"] == 0 else {}
+        params["top_k"] = params["top_k"] if params["top_k"] > 0 else EVERY_TOKEN
     return params | {k: v for k, v in {"stop": r.stop, "stop_token_ids": r.stop_token_ids}.items() if v}
 
 

@@ -153,7 +153,7 @@ class Trainer:
         out = self.summary(sums, norms)
         if tokens := out["train/trained_tokens"]:
             out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
-        out |= self.own_metrics(len(steps))
+        out |= self.own_metrics(float(sums[:, 0].sum()) or len(steps))
         return out | {
             "train/lr": rate,
             "train/logprob_abs_diff_max": float(worst[0]),
@@ -164,13 +164,13 @@ class Trainer:
             "perf/train_tokens_per_s": forwarded / seconds,
         }
 
-    def own_metrics(self, steps: int) -> dict[str, float]:
-        """Metrics of the user's functions, summed over ranks, mean over optimizer steps. A collective where there are such functions."""
+    def own_metrics(self, weight: float) -> dict[str, float]:
+        """Metrics of the user's functions, summed over ranks, by the sum of loss weights. A collective where there are such functions."""
         if not self.custom:
             return {}
         ranks: list[Counter[str]] = [Counter()] * self.world
         dist.all_gather_object(ranks, self.own)
-        return {f"train/{k}": float(sum(r[k] for r in ranks)) / steps for k in sorted({k for r in ranks for k in r})}
+        return {f"train/{k}": float(sum(r[k] for r in ranks)) / weight for k in sorted({k for r in ranks for k in r})}
 
     def summary(self, sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
         """Metrics of the batch from the (optimizer steps, SUMS) table, summed over ranks; means over no token are left out."""
@@ -242,9 +242,10 @@ class Trainer:
             loss, off = pg_loss + (rest * weight).sum(), old - lp
             with torch.no_grad():
                 diff = ((lp if algo.correction == "rollout_logprobs" else train) - rollout).abs()
+                total[0] += batch.weights[part].sum()
                 each = [clipped, off, off.abs(), entropy, kl_loss, ratio, (corrected != ratio).float(), (ratio - 1).abs(), 1 - kept]
-                means = torch.stack([one, *each]).double() @ weight.double()
-                total.add_(torch.cat([means[:1], torch.stack([loss, pg_loss]), means[1:], torch.stack([(weight >= 0).sum(), diff.sum()])]))
+                means = torch.stack(each).double() @ weight.double()
+                total[1:] += torch.cat([torch.stack([loss, pg_loss]), means, torch.stack([(weight >= 0).sum(), diff.sum()])])
                 worst.copy_(torch.maximum(worst, diff.max()))
             return loss
 
