@@ -142,7 +142,9 @@ class TrainConfig(Section):
 
     mode: Literal["sync", "async"] = Field("sync", description="sync: servers and trainer take turns; async: generation never stops")
     max_staleness: int = Field(
-        0, ge=0, description="how many weight versions a trained token may be older than the newest; async: 1 is one-step-off, more fully async; above 0 needs algo.correction"
+        0,
+        ge=0,
+        description="how many weight versions a trained token may be older than the newest, with an algo.correction; async: 1 is one-step-off",
     )
     steps: int = Field(100, ge=1, description="rollout steps in the whole run")
     global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one step")
@@ -249,8 +251,12 @@ class Config(Section):
             faults.append("rollout.partial_rollout, over_sampling_batch_size and mask_offpolicy_prefix are for sync mode: async never interrupts")
         if r.partial_rollout and not (t.max_staleness or r.mask_offpolicy_prefix):
             faults.append("rollout.partial_rollout trains tokens of older weights: set train.max_staleness >= 1, or rollout.mask_offpolicy_prefix")
-        if (self.rollout.top_p < 1 or self.rollout.top_k > 0) and not faults:
-            faults.append("rollout.top_p < 1 and top_k > 0 change the sampling distribution, which isn't replayed: use 1 and -1")
+        corrected = self.algo.correction != "none" or self.algo.custom_tis
+        if t.max_staleness and not (corrected or self.loss.custom):
+            stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
+            faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
+        if self.loss.custom and (corrected or self.algo.use_opsm or self.loss.custom_reducer):
+            faults.append("loss.custom takes the place of the policy loss: leave out algo.correction, custom_tis, use_opsm and loss.custom_reducer")
         if faults:
             raise ValueError("; ".join(faults))
         return self

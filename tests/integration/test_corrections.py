@@ -180,9 +180,20 @@ def versioned(seed):
     return batch
 
 
-def step_four(trainer, cfg, seed):
+def step_four(trainer, cfg, seed, step=4):
     trainer.setup()
-    return train_once(trainer, cfg, 4, versioned(seed))
+    batch = versioned(seed)
+    metas = [meta_of(s) for g in batch for s in g]
+    return trainer.train(step, plan(metas, [float(m.reward) for m in metas], cfg, trainer.world)[trainer.rank], *batch)
+
+
+def test_a_token_beyond_the_bound_is_refused(tmp_path):
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, algo={"correction": "tis"}, train={"max_staleness": 3})
+    with one_rank(cfg) as t:
+        t.setup = lambda: None
+        assert step_four(t, cfg, 7)["train/staleness_max"] == 3
+        with pytest.raises(VimeError, match="weights are 4 versions old"):
+            step_four(t, cfg, 7, step=5)
 
 
 # ------------------------------------------------------------------ truncated sampling

@@ -11,7 +11,7 @@ from tests.integration.trainer_kit import one_rank, train_once
 from vime.config import validate
 from vime.errors import VimeError
 from vime.rollout.engine import Engine
-from vime.rollout.generate import current_client, generate_group, sampling_params
+from vime.rollout.generate import Link, Slots, generate_group, link, sampling_params
 from vime.rollout.http import EngineClient
 from vime.rollout.router import Router
 from vime.sample import Sample
@@ -51,10 +51,10 @@ def group(n: int, at: int) -> list[Sample]:
 def sample_groups(url: str, cfg, groups: list[list[Sample]], evaluation: bool = False) -> list[Sample]:
     async def go():
         client = EngineClient(url)
-        current_client.set(client)
+        link.set(Link(client, Slots(64), asyncio.Event()))
         params = sampling_params(cfg, evaluation)
         try:
-            await asyncio.gather(*(generate_group(client, g, cfg, params) for g in groups))
+            await asyncio.gather(*(generate_group(g, cfg, params) for g in groups))
             return [*(s for g in groups for s in g), await twice(cfg, group(1, 9)[0], params)]
         finally:
             await client.close()

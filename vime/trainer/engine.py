@@ -111,11 +111,16 @@ class Trainer:
         start = time.monotonic()
         samples = {s.index: s for g in groups for s in g}
         steps: list[list[Pack]] = []
+        stale = np.zeros(0)  # weight versions that each trained token is behind
         error: Exception | None = None
         try:
             steps = [[pack(items, samples).to(self.device) for items in mini] for mini in plan.steps]
             if self.cfg.rollout.truncated and any(b.samples and b.support is None for mini in steps for b in mini):
                 raise ValueError("with rollout.top_p or top_k every sample needs its sampling_mask (see Sample.append_tokens)")
+            trained = (s for mini in steps for b in mini for s in b.samples)
+            stale = np.array([step - 1 - v for s in trained for v, m in zip(s.token_versions, s.loss_mask) if m])
+            if stale.max(initial=0) > (bound := self.cfg.train.max_staleness):
+                raise ValueError(f"a token's weights are {stale.max()} versions old, train.max_staleness is {bound}")
         except (KeyError, ValueError) as e:
             what = f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)
             error = VimeError(f"step {step}, trainer rank {self.rank}: {what}")
@@ -138,7 +143,6 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         sums = torch.zeros(len(steps), len(SUMS), dtype=torch.float64, device=self.device)
-        stale = np.array([step - 1 - v for b in batches for s in b.samples for v, m in zip(s.token_versions, s.loss_mask) if m])
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
         norms = []
         for mini, total, scale in zip(steps, sums, plan.scales, strict=True):
