@@ -5,6 +5,7 @@ An update names a .safetensors file with the whole model under checkpoint names.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,8 @@ def _return_sampling_masks() -> None:
     from vllm.platforms import current_platform
 
     verify = VllmConfig._verify_sampling_replay_config
-    if not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
+    wanted = any(a.replace("_", "-") == "--return-sampling-mask" for a in sys.argv)  # other servers are spared the imports below
+    if not wanted or not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
         return
     from vllm.v1.outputs import SamplingMaskLists
     from vllm.v1.sample.sampler import Sampler
