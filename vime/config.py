@@ -39,8 +39,8 @@ class RolloutConfig(Section):
     n_samples_per_prompt: int = Field(8, ge=1, description="samples per prompt: the group size of GRPO")
     max_response_len: int = Field(256, ge=1, description="new tokens per sample at most")
     temperature: float = Field(1.0, gt=0, le=2, description="sampling temperature; the trainer divides logits by it too")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, description="-1: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; the trainer's logprobs are over the tokens that could be sampled")
+    top_k: int = Field(-1, ge=-1, description="-1: off; else as top_p")
     stop: list[str] = Field([], description="stop strings; their tokens stay in the sample")
     stop_token_ids: list[int] = []
     concurrency: int = Field(64, ge=1, description="sequences in flight per engine at most (a request for n samples counts n)")
@@ -54,6 +54,11 @@ class RolloutConfig(Section):
     mask_offpolicy_prefix: bool = Field(False, description="tokens of an interrupted sample that older weights sampled are not trained")
     abort_timeout: float = Field(10, ge=0, description="seconds that running reward calls get when the batch is full; then they are cancelled")
     custom_generate: str | None = Field(None, description="dotted path: async (args, sample, sampling_params) -> Sample")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary only, which then comes with each token."""
+        return self.top_p < 1 or self.top_k > 0
 
     @model_validator(mode="after")
     def _fits(self) -> RolloutConfig:
@@ -91,11 +96,44 @@ class AlgoConfig(Section):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     entropy_coef: float = Field(0.0, description="entropy bonus")
     ref_model: str | None = Field(None, description="reference model folder; unset: the initial policy")
+    correction: Literal["none", "tis", "icepop", "rollout_logprobs"] = Field(
+        "none",
+        description="off-policy correction: loss x exp(old - sampled logprob), clamped (tis) or 0 outside the bounds (icepop); or old = sampled",
+    )
+    tis_clip: float = Field(2.0, gt=0, description="upper bound of that weight")
+    tis_clip_low: float | None = Field(None, ge=0, description="lower bound; unset: 0 for tis, 0.5 for icepop")
+    custom_tis: str | None = Field(
+        None, description="dotted path of a correction: (args, *, pg_loss, train_log_probs, ...) -> (pg_loss, masks, metrics)"
+    )
+    use_opsm: bool = Field(False, description="off-policy sequence masking: drop samples with a negative advantage that have drifted")
+    opsm_delta: float = Field(1e-4, ge=0, description="mean old - new logprob from which such a sample is dropped")
+    custom_advantage: str | None = Field(None, description="dotted path: (args, rollout_data) -> None, fills in advantages per token")
+
+    @model_validator(mode="after")
+    def _one_correction(self) -> AlgoConfig:
+        if self.custom_tis and self.correction != "none":
+            raise ValueError(f"custom_tis takes the place of correction = {self.correction!r}: set one of them")
+        if (low := self.tis_low) > self.tis_clip:
+            raise ValueError(f"tis_clip_low {low} is above tis_clip {self.tis_clip}")
+        return self
+
+    @property
+    def tis_low(self) -> float:
+        """The lower bound in force."""
+        return self.tis_clip_low if self.tis_clip_low is not None else 0.5 if self.correction == "icepop" else 0.0
 
 
 class LossConfig(Section):
+    """How token losses become one number, or a loss of your own."""
+
     aggregate: Literal["sample-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
         "sample-mean", description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: of all tokens"
+    )
+    custom: str | None = Field(
+        None, description="dotted path: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), in place of the policy loss"
+    )
+    custom_reducer: str | None = Field(
+        None, description="dotted path: (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function of the token losses"
     )
 
 
@@ -104,7 +142,9 @@ class TrainConfig(Section):
 
     mode: Literal["sync", "async"] = Field("sync", description="sync: servers and trainer take turns; async: generation never stops")
     max_staleness: int = Field(
-        0, ge=0, description="how many weight versions a trained token may be older than the newest; async: 1 is one-step-off, more fully async"
+        0,
+        ge=0,
+        description="how many weight versions a trained token may be older than the newest, with an algo.correction; async: 1 is one-step-off",
     )
     steps: int = Field(100, ge=1, description="rollout steps in the whole run")
     global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one step")
@@ -211,8 +251,12 @@ class Config(Section):
             faults.append("rollout.partial_rollout, over_sampling_batch_size and mask_offpolicy_prefix are for sync mode: async never interrupts")
         if r.partial_rollout and not (t.max_staleness or r.mask_offpolicy_prefix):
             faults.append("rollout.partial_rollout trains tokens of older weights: set train.max_staleness >= 1, or rollout.mask_offpolicy_prefix")
-        if (self.rollout.top_p < 1 or self.rollout.top_k > 0) and not faults:
-            faults.append("rollout.top_p < 1 and top_k > 0 change the sampling distribution, which isn't replayed: use 1 and -1")
+        corrected = self.algo.correction != "none" or self.algo.custom_tis
+        if t.max_staleness and not (corrected or self.loss.custom):
+            stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
+            faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
+        if self.loss.custom and (corrected or self.algo.use_opsm or self.loss.custom_reducer):
+            faults.append("loss.custom takes the place of the policy loss: leave out algo.correction, custom_tis, use_opsm and loss.custom_reducer")
         if faults:
             raise ValueError("; ".join(faults))
         return self

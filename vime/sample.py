@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import accumulate, chain
 from typing import Any
 
 
@@ -24,6 +27,10 @@ class Sample:
     `rollout_log_probs` (logprob of the sampled token under the sampling distribution, natural log) and `token_versions`
     (weight version that sampled it, -1 for tokens no policy sampled) have length `response_length` each;
     `append_tokens` is the only way to grow them.
+
+    Where sampling was truncated (top-p, top-k), response token i was drawn from the ids
+    rollout_top_p_token_ids[offsets[i] : offsets[i + 1]], offsets being `rollout_top_p_token_offsets`, of length response_length + 1
+    (int32 and int64 arrays; both empty where nothing was truncated).
     """
 
     group_index: int = 0
@@ -38,6 +45,8 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    rollout_top_p_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    rollout_top_p_token_offsets: array[int] = field(default_factory=lambda: array("q"))
     status: Status = Status.PENDING
     remove_sample: bool = False
     session_id: str | None = None
@@ -53,12 +62,19 @@ class Sample:
         return sorted({v for v, trained in zip(self.token_versions, self.loss_mask) if trained})
 
     def append_tokens(
-        self, tokens: list[int], log_probs: list[float] | None = None, *, versions: list[int] | int | None = None, trainable: bool = True
+        self,
+        tokens: list[int],
+        log_probs: list[float] | None = None,
+        *,
+        versions: list[int] | int | None = None,
+        sampling_mask: Sequence[Sequence[int]] | None = None,
+        trainable: bool = True,
     ) -> None:
         """Append response tokens with all their per-token data, or change nothing and raise.
 
-        Trainable tokens need one logprob and one weight version each (`versions` may be one int for all);
-        tokens that no policy sampled (tool output) take trainable=False and neither.
+        Trainable tokens need one logprob and one weight version each (`versions` may be one int for all), and all of the sample's or
+        none of them a `sampling_mask`: the ids that each could be drawn from, its own among them. Tokens that no policy sampled
+        (tool output) take trainable=False and none of the three.
 
         Raises: ValueError naming the sample on any length mismatch or missing logprob.
         """
@@ -77,17 +93,34 @@ class Sample:
             if log_probs is not None:
                 raise ValueError(f"sample {self.index}: tokens that are not trained carry no logprobs")
             lps, vers = [0.0] * n, [-1] * n
+        self._append_support(tokens, sampling_mask, trainable)
         self.tokens = self.tokens + list(tokens)
         self.loss_mask = self.loss_mask + [int(trainable)] * n
         self.rollout_log_probs = self.rollout_log_probs + lps
         self.token_versions = self.token_versions + vers
         self.response_length += n
 
+    def _append_support(self, tokens: list[int], mask: Sequence[Sequence[int]] | None, trainable: bool) -> None:
+        known = bool(self.rollout_top_p_token_offsets)
+        if mask is None and not (known and tokens):
+            return
+        if trainable and (mask is None or (not known and any(self.loss_mask))):
+            raise ValueError(f"sample {self.index}: some of its trainable tokens came with a sampling mask, some without")
+        rows = mask if mask is not None else [()] * len(tokens)
+        if len(rows) != len(tokens) or (trainable and any(t not in row for t, row in zip(tokens, rows))):
+            raise ValueError(f"sample {self.index}: the sampling mask of {len(rows)} rows does not fit the {len(tokens)} tokens drawn from it")
+        offsets = self.rollout_top_p_token_offsets if known else array("q", [0]) * (self.response_length + 1)
+        ends = accumulate(map(len, rows), initial=offsets[-1])
+        self.rollout_top_p_token_offsets = offsets[:-1] + array("q", ends)
+        self.rollout_top_p_token_ids = self.rollout_top_p_token_ids + array("i", chain.from_iterable(rows))
+
     def check(self) -> None:
         """Raises ValueError unless every per-token array has length `response_length`."""
         for name in ("loss_mask", "rollout_log_probs", "token_versions"):
             if (n := len(getattr(self, name))) != self.response_length:
                 raise ValueError(f"sample {self.index}: {name} has {n} entries for {self.response_length} response tokens")
+        if (n := len(self.rollout_top_p_token_offsets)) and n != self.response_length + 1:
+            raise ValueError(f"sample {self.index}: rollout_top_p_token_offsets has {n} entries for {self.response_length} response tokens")
         if self.response_length > len(self.tokens):
             raise ValueError(f"sample {self.index}: response_length {self.response_length} exceeds {len(self.tokens)} tokens")
 
@@ -108,11 +141,12 @@ class Sample:
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"status": self.status.value}
+        return {k: list(v) if isinstance(v, array) else v for k, v in asdict(self).items()} | {"status": self.status.value}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Sample:
-        return cls(**(d | {"status": Status(d["status"])}))
+        ids, offsets = array("i", d["rollout_top_p_token_ids"]), array("q", d["rollout_top_p_token_offsets"])
+        return cls(**(d | {"status": Status(d["status"]), "rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}))
 
 
 @dataclass(frozen=True)

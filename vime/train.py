@@ -79,6 +79,7 @@ def preflight(cfg: Config) -> tuple[Prompts, Prompts | None]:
     for check in (
         lambda: rewards.resolve(cfg.reward),
         lambda: filters.resolve(cfg.rollout.dynamic_filter),
+        lambda: hooks.loss_side(cfg),
         lambda: hooks.load(cfg.rollout.custom_generate, "rollout.custom_generate", 3) if cfg.rollout.custom_generate else None,
     ):
         try:

@@ -33,7 +33,7 @@ def check(j, steps, bound):
 def test_async_survives_its_driver_and_goes_on_as_partial_rollout(tmp_path, tiny_model, reverse_prompts, tiny_server, monkeypatch):
     monkeypatch.setenv("LONGTAIL_MEDIAN", "0.2")
     monkeypatch.setenv("LONGTAIL_SIGMA", "1.0")
-    changes = {"train": {"steps": 8, "mode": "async", "max_staleness": 2}, "weights": {"in_flight": "abort"}}
+    changes = {"train": {"steps": 8, "mode": "async", "max_staleness": 2}, "algo": {"correction": "tis"}, "weights": {"in_flight": "abort"}}
     changes |= {"rollout": ENV["rollout"] | {"engines": [tiny_server], "dynamic_filter": "nonzero_std"}}
     with job(tmp_path, tiny_model, reverse_prompts, **changes) as j:
         j.start()

@@ -14,6 +14,7 @@ from vime.errors import VimeError
 from vime.sample import meta_of
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import Item, plan
+from vime.trainer.engine import SUMS
 from vime.trainer.packing import pack
 
 LR = 1e-4  # Adam divides by the gradient's size, so where a gradient is only rounding its step, of size lr, is arbitrary: keep it small
@@ -93,8 +94,8 @@ def test_gradient_equals_the_naive_loss(tmp_path, checkpointing):
         p = pack(items, samples)
         # the pack keeps items together by prompt; these batches' groups are already in that order
         p.old, p.ref = torch.cat(old), t.log_probs(t.reference, p)
-        sums, worst = torch.zeros(10, dtype=torch.float64), torch.zeros(())
-        t.backward(p, sums, worst)
+        sums, worst = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(())
+        t.backward(p, sums, worst, 1.0)
         assert float(sums[1]) == pytest.approx(total.item(), abs=1e-5)
         close({n: q.grad for n, q in t.model.named_parameters()}, {n: q.grad for n, q in plain.named_parameters()})
         assert 0 < float(sums[3]) < float(sums[0]), "some tokens must be clipped and some not"

@@ -66,7 +66,9 @@ def make_batch(seed: int, groups: int = 4, n: int = 4) -> list[list[Sample]]:
 
 
 def train_once(trainer: Trainer, cfg: Config, step: int, batch: list[list[Sample]]) -> dict[str, float]:
-    """What the controller and one rank do in a step."""
+    """What the controller and one rank do in a step, with samples of the newest weights."""
+    for s in (s for g in batch for s in g):
+        s.token_versions = [step - 1 if v >= 0 else v for v in s.token_versions]
     metas = [meta_of(s) for g in batch for s in g]
     advantages = grpo([m.reward for m in metas], [m.group_index for m in metas], [m.rollout_id for m in metas])
     return trainer.train(step, plan(metas, advantages, cfg, trainer.world)[trainer.rank], *batch)

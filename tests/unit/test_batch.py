@@ -56,6 +56,10 @@ def test_plan_is_invariant_to_ranks_and_budget(samples, aggregate, world, budget
     items = [i for p in plans for mini in p.minibatches for i in mini]
     assert Counter(i.index for i in items) == Counter(m.index for m in metas if m.trained_tokens)
     assert all(i.advantage == i.index + 1 for i in items)
+    trained = sum(m.trained_tokens for m in metas)
+    assert {len(p.scales) for p in plans} == {len(plans[0].steps)}
+    if per_step is None:  # then there is one step, and its scale is 1 / rollouts, or 1 / tokens
+        assert plans[0].scales == [1 / (max(1, trained) if aggregate == "token-mean" else len({m.rollout_id for m in metas}))]
     assert {p.skipped for p in plans} == {sum(m.trained_tokens == 0 for m in metas)}
     assert len({tuple(len(step) for step in p.steps) for p in plans}) == 1, "every rank needs the same number of micro-batches"
     trained = {m.index: m.trained_tokens for m in metas}

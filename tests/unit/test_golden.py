@@ -16,10 +16,12 @@ import torch
 
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import token_weights
-from vime.trainer.loss import kl, policy_loss
+from vime.trainer.loss import importance_weights, kl, opsm_mask, policy_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 ATOL = 1e-5
+CLIP = r"clip=([\d.]+)/([\d.]+)(?:,(?:c|dual)=([\d.]+))?"
+TIS = r"weight=clamp\(exp\(old-rollout\),max=2\)"
 AGGREGATES = {"seq-mean-token-mean": "sample-mean"}  # verl's name -> ours, where they differ
 
 # Algorithms that vime does not have: pattern of the entry's name -> why.
@@ -28,7 +30,6 @@ NOT_YET = {
     r"verl\.rloo|verl\.opo": "grpo is the only advantage estimator yet",
     r"(verl|slime)\.reinforce\+\+": "grpo is the only advantage estimator yet",
     r"(verl|slime)\.(gspo|cispo)|verl\.gpg": "the PPO surrogate is the only policy loss yet",
-    r"verl\.ppo\+tis|slime\.icepop|slime\.opsm": "no off-policy correction yet: sync mode trains on-policy samples only",
     r"verl\.kl_penalty\.abs": "|log-ratio| is not among the four kinds of KL",
 }
 
@@ -72,11 +73,13 @@ def test_golden(path: Path, name: str):
     elif m := re.fullmatch(r"(kl|kl_penalty)\.(\w+)\(new\|\|ref\)", call):
         kind = {"kl": "k1", "mse": "k2"}.get(m[2], m[2]) if project == "verl" else m[2]
         close(kl(torch.tensor(x["new_logp"]), torch.tensor(x["ref_logp"]), kind), padded(want["kl"], width), mask)
-    elif m := re.fullmatch(r"ppo\(clip=([\d.]+)/([\d.]+)(?:,(?:c|dual)=([\d.]+))?,agg=([\w-]+)\)", call):
+    elif m := re.fullmatch(rf"ppo(?:\({CLIP}|\+tis\({TIS}),agg=([\w-]+)\)", call):
+        low, high, dual = (float(m[1]), float(m[2]), float(m[3]) if m[3] else None) if m[1] else (0.2, 0.28, 3.0)
         new = torch.tensor(x["new_logp"], requires_grad=True)
-        loss, _ = policy_loss(
-            new, torch.tensor(x["old_logp"]), torch.tensor(x["policy_adv"]), float(m[1]), float(m[2]), float(m[3]) if m[3] else None
-        )
+        old, rollout = torch.tensor(x["old_logp"]), torch.tensor(x["rollout_logp"])
+        loss, _ = policy_loss(new, old, torch.tensor(x["policy_adv"]), low, high, dual)
+        if not m[1]:
+            loss = loss * importance_weights(old, rollout, "tis", 0.0, 2.0)[0]
         trained = [int(n) for n in mask.sum(1)]
         weights = torch.tensor(token_weights(trained, range(len(trained)), AGGREGATES.get(m[4], m[4]), width), dtype=torch.float32)
         total = (loss * mask * weights[:, None]).sum()
@@ -85,6 +88,16 @@ def test_golden(path: Path, name: str):
         assert new.grad is not None
         close(new.grad, padded(want["grad"], width), mask)
         assert new.grad[mask == 0].abs().max() == 0
+    elif m := re.fullmatch(r"icepop_weight\(low=([\d.]+),high=([\d.]+)\)", call):
+        old, rollout = torch.tensor(x["old_logp"]), torch.tensor(x["rollout_logp"])
+        close(importance_weights(old, rollout, "icepop", float(m[1]), float(m[2]))[0], padded(want["w"], width), mask)
+    elif m := re.fullmatch(r"opsm_mask\(delta=([\d.]+)\)", call):
+        new, old, adv = (torch.tensor(x[k])[mask > 0] for k in ("new_logp", "old_logp", "policy_adv"))
+        kept = opsm_mask(new, old, adv, [int(n) for n in mask.sum(1)], float(m[1]))
+        assert torch.equal(kept, padded(want["mask"], width)[mask > 0])
+        assert 0 < kept.sum() < len(kept)
+        # its clipfrac: per dropped row the padded width over the number of trained tokens
+        assert (((1 - kept) / mask.sum(1).repeat_interleave(mask.sum(1).long()) ** 2).sum() * width).item() == pytest.approx(want["clipfrac"])
     else:
         pytest.fail(f"{path.name}: entry {name!r} is neither tested here nor listed in NOT_YET")
 
@@ -96,6 +109,7 @@ def test_vectors_cover_what_vime_has():
     assert sum("grpo" in n for n in ran) == 2
     assert sum("slime.kl." in n for n in ran) == 4 and sum("verl.kl_penalty." in n for n in ran) == 3
     assert len({n.rsplit("agg=")[1] for n in ran if "ppo" in n}) == 5  # four, one of them under two names
+    assert sum("tis" in n or "icepop" in n or "opsm" in n for n in ran) == 3
     assert any("dual=" in n for n in ran) and any("clip=0.2/0.28,agg" in n for n in ran)
 
 

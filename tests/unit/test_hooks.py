@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from vime import config
 from vime.errors import VimeError
-from vime.hooks import load
+from vime.hooks import arguments, load, loss_side
 
 
 def two(args: object, sample: object) -> float:
@@ -57,3 +58,28 @@ def test_a_module_that_fails_on_import(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(VimeError, match="cannot import breaks_on_import: ZeroDivisionError: division by zero"):
         load("breaks_on_import:fn", "reward.function", 2)
+
+
+def tis(args: object, *, pg_loss: object, loss_masks: object, **kw: object) -> None: ...
+
+
+def reducer(total_lengths: object, response_lengths: object, loss_masks: object) -> None: ...
+
+
+def test_the_loss_side_is_checked_by_shape() -> None:
+    def cfg(**changes: dict[str, str]) -> config.Config:
+        return config.validate({"model": "m", "data": {"prompts": "p"}} | changes, "t")
+
+    assert loss_side(cfg()) == {}
+    assert loss_side(cfg(algo={"custom_tis": f"{__name__}:tis"})) == {"algo.custom_tis": tis}
+    with pytest.raises(VimeError, match=r"^loss.custom_reducer = .*reducer\(total_lengths.*does not take 4 positional"):
+        loss_side(cfg(loss={"custom_reducer": f"{__name__}:reducer"}))
+    with pytest.raises(VimeError, match=r"^algo.custom_tis = .*two\(.*and pg_loss, train_log_probs.*missing a required argument"):
+        loss_side(cfg(algo={"custom_tis": f"{__name__}:two"}))
+
+
+def test_arguments_have_slimes_names() -> None:
+    cfg = config.validate({"model": "m", "data": {"prompts": "p"}, "algo": {"correction": "icepop"}, "loss": {"aggregate": "token-mean"}}, "t")
+    args = arguments(cfg)
+    assert (args.tis_clip_low, args.tis_clip, args.use_tis, args.calculate_per_token_loss, args.eps_clip_high) == (0.5, 2.0, True, True, 0.2)
+    assert args.algo.correction == "icepop" and args.rollout_temperature == 1.0

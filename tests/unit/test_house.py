@@ -19,7 +19,7 @@ from vime import config
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCKS = {"cpu": ["cpu", "demo", "dev", "trackers"], "cuda": ["cuda", "demo", "dev", "trackers"]}  # lock -> extras that it holds
-MAX_FILE, MAX_PRODUCT = 500, 4000  # lines
+MAX_FILE, MAX_PRODUCT = 500, 12_000  # lines
 
 
 def sources(*folders: str) -> list[Path]:

@@ -83,7 +83,7 @@ MODES = {
 def make(mode, work, fate):
     tree = {"model": "m", "data": {"prompts": "p"}, **{k: dict(v) for k, v in MODES[mode].items()}}
     tree.setdefault("rollout", {})["batch_size"] = BATCH
-# CORR
+    tree["algo"] = {"correction": "tis"}
     cfg = config.validate(tree, "test")
     workers = Workers(itertools.cycle(work), itertools.cycle([*fate, False]))
     workers.mask = cfg.rollout.mask_offpolicy_prefix

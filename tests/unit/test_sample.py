@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -56,9 +57,7 @@ def test_a_call_that_does_not_fit_names_the_sample(kwargs: dict[str, Any], said:
 
 
 @given(prompt=ids, tokens=ids, removed=st.booleans(), status=st.sampled_from(Status), reward=st.floats(-5, 5))
-def test_a_round_trip_through_json_loses_nothing(
-    prompt: list[int], tokens: list[int], removed: bool, status: Status, reward: float
-) -> None:
+def test_a_round_trip_through_json_loses_nothing(prompt: list[int], tokens: list[int], removed: bool, status: Status, reward: float) -> None:
     s = Sample(index=2, rollout_id=5, tokens=prompt, remove_sample=removed, status=status, reward={"acc": reward}, metadata={"a": [1]})
     s.append_tokens(tokens, [-0.1] * len(tokens), versions=3)
     assert Sample.from_dict(json.loads(json.dumps(s.to_dict()))) == s
@@ -85,3 +84,39 @@ def test_reward_value() -> None:
     for reward, key, said in bad:
         with pytest.raises(ValueError, match=f"sample 6.*{said}"):
             Sample(index=6, reward=reward).reward_value(key)
+
+
+@given(turns=st.lists(st.tuples(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=4), st.booleans()), max_size=4))
+def test_supports_stay_aligned(turns: list[tuple[list[list[int]], bool]]) -> None:
+    """Tokens drawn from given ids, and tool tokens between them: offsets always say which ids belong to which token."""
+    s = Sample(tokens=[1])
+    rows: list[list[int]] = []
+    for masks, tool in turns:
+        if tool:
+            s.append_tokens([7] * len(masks), trainable=False)
+            rows += [[] for _ in masks]
+        else:
+            s.append_tokens([m[-1] for m in masks], [-1.0] * len(masks), versions=0, sampling_mask=masks)
+            rows += masks
+        s.check()
+        if off := s.rollout_top_p_token_offsets:
+            assert [list(s.rollout_top_p_token_ids[a:b]) for a, b in pairwise(off)] == rows
+        assert Sample.from_dict(json.loads(json.dumps(s.to_dict()))) == s
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (None, [[5], [6, 2]], "some without"),
+        ([[1], [2]], None, "some without"),
+        ([[1], [2]], [[5]], "does not fit"),
+        ([[1], [2]], [[5], [5]], "does not fit"),
+    ],
+)
+def test_supports_that_do_not_fit(first: list[list[int]] | None, then: list[list[int]] | None, said: str) -> None:
+    s = Sample(index=7)
+    s.append_tokens([1, 2], [-1.0, -1.0], versions=0, sampling_mask=first)
+    before = s.to_dict()
+    with pytest.raises(ValueError, match=f"sample 7: .*{said}"):
+        s.append_tokens([5, 6], [-1.0, -1.0], versions=0, sampling_mask=then)
+    assert s.to_dict() == before

@@ -153,6 +153,8 @@ class Engine(Served):
             "enable_scale_out": True,  # /inference/v1/generate
             "uvicorn_log_level": "warning",
         }
+        if cfg.rollout.truncated:
+            args["return_sampling_mask"] = True
         if on_cpu():
             args["enforce_eager"] = True
             if int(given.get("tensor_parallel_size", 1)) == 1:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from vime.config import Config
 from vime.data import tokenizer
+from vime.errors import VimeError
 from vime.rollout.http import EngineClient
 from vime.sample import Sample, Status
 
 T = TypeVar("T")
+EVERY_TOKEN = 2**30  # a top_k beyond any vocabulary
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
@@ -61,6 +63,9 @@ def sampling_params(cfg: Config, evaluation: bool) -> dict[str, Any]:
         "max_tokens": max_tokens,
         "repetition_penalty": 1.0,
     }
+    if r.truncated:  # a server that returns sampling masks wants a temperature and a top_k: say greedy and "off" in those terms
+        params |= {"temperature": 1.0, "top_k": 1} if params["temperature"] == 0 else {}
+        params["top_k"] = params["top_k"] if params["top_k"] > 0 else EVERY_TOKEN
     return params | {k: v for k, v in {"stop": r.stop, "stop_token_ids": r.stop_token_ids}.items() if v}
 
 
@@ -116,6 +121,9 @@ async def _request(samples: list[Sample], cfg: Config, params: dict[str, Any]) -
             timeout=cfg.rollout.request_timeout,
         )
     for s, c in zip(samples, choices):
-        s.append_tokens(c.token_ids, c.log_probs, versions=c.versions)
+        if cfg.rollout.truncated and c.sampling_mask is None and c.token_ids:
+            what = f"{at.client.url}: no sampling_mask came back, which training with rollout.top_p or top_k needs"
+            raise VimeError(what, "start the server with --return-sampling-mask --logprobs-mode processed_logprobs")
+        s.append_tokens(c.token_ids, c.log_probs, versions=c.versions, sampling_mask=c.sampling_mask if cfg.rollout.truncated else None)
         s.response = tokenizer.load(cfg.model).decode(s.tokens[s.prompt_length :])
         s.status = STATUS.get(c.finish_reason, Status.FAILED)

@@ -42,6 +42,7 @@ class Choice:
     versions: list[int]
     finish_reason: str
     stop_reason: int | str | None
+    sampling_mask: list[list[int]] | None = None  # the ids each token was drawn from, of servers with --return-sampling-mask
 
 
 def version_of(text: str | None) -> int:
@@ -122,11 +123,12 @@ class EngineClient:
         versions = [-1] * len(ids)
         for span in c.get("weight_versions") or []:
             versions[span["start"] : span["end"]] = [version_of(span["version"])] * (span["end"] - span["start"])
-        return Choice(ids, [float(x["logprob"]) for x in content], versions[: len(ids)], c["finish_reason"], c.get("stop_reason"))
+        lps, mask = [float(x["logprob"]) for x in content], c.get("sampling_mask")
+        return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask)
 
     async def prompt_logprobs(self, token_ids: list[int], timeout: float = 120) -> list[float]:
         """Logprobs of tokens 1..n-1 given their prefix, at temperature 1, under the server's current weights."""
-        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0}  # servers that return masks want a top_k
         got = await self._json("POST", GENERATE, {"token_ids": token_ids, "sampling_params": params}, timeout=timeout)
         rows = got.get("prompt_logprobs") or []
         if len(rows) != len(token_ids) or any(str(t) not in (row or {}) for t, row in zip(token_ids[1:], rows[1:])):

@@ -28,6 +28,7 @@ class RankPlan:
 
     steps: list[list[list[Item]]]
     skipped: int  # samples of the whole batch, over all ranks, that no rank forwards: removed, or without a gradient
+    scales: list[float]  # per step, 1 / its rollouts (token-mean: trained tokens), for losses of plug-ins
 
     @property
     def minibatches(self) -> list[list[Item]]:
@@ -61,8 +62,10 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
     """
     rollouts = list(dict.fromkeys(m.rollout_id for m in metas))
     size = cfg.train.global_batch_size or max(len(rollouts), 1)
-    flat = cfg.train.skip_zero_advantage and cfg.algo.kl_loss_coef == 0 and cfg.algo.entropy_coef == 0
+    own = cfg.algo.custom_tis or cfg.algo.custom_advantage or cfg.loss.custom or cfg.loss.custom_reducer
+    flat = cfg.train.skip_zero_advantage and cfg.algo.kl_loss_coef == 0 and cfg.algo.entropy_coef == 0 and not own
     steps: list[list[list[list[Item]]]] = [[] for _ in range(world)]
+    scales: list[float] = []
     skipped = 0
     for start in range(0, len(rollouts), size):
         chosen = set(rollouts[start : start + size])
@@ -72,10 +75,11 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         live = [(m, Item(m.index, m.group_index, a, float(w))) for (m, a), w, n in zip(rows, weights, trained) if n and not (flat and a == 0)]
         live.sort(key=lambda x: (x[0].group_index, x[0].index))
         skipped += len(rows) - len(live)
+        scales.append(1.0 / max(1, sum(trained) if cfg.loss.aggregate == "token-mean" else len(chosen)))
         batches = [_fill(part, cfg.train.max_tokens_per_gpu) for part in _cut(live, world)]
         for r, b in enumerate(batches):
             steps[r].append(b + [[]] * (max(map(len, batches)) - len(b)))
-    return [RankPlan(s, skipped) for s in steps]
+    return [RankPlan(s, skipped, scales) for s in steps]
 
 
 def _costs(row: Sequence[tuple[SampleMeta, Item]]) -> list[int]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from vime import hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
-from vime.trainer import state
+from vime.trainer import custom, state
 from vime.trainer.batch import Item, RankPlan
-from vime.trainer.loss import HeadLoss, head_log_probs, kl, policy_loss
+from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
 from vime.weights import Canary, location
@@ -40,7 +43,12 @@ def learning_rate(step: int, cfg: TrainConfig) -> float:
 
 
 # Sums over trained tokens that loss_of() collects; all but the last two are weighted with the loss weights.
-SUMS = ("weight", "loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ppo_abs_kl", "entropy", "kl_loss", "tokens", "logprob_abs_diff")
+CORRECTION = ("tis", "tis_clipfrac", "tis_abs")
+SUMS = (
+    *("weight", "loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ppo_abs_kl", "entropy", "kl_loss"),
+    *CORRECTION,
+    *("opsm_clipfrac", "tokens", "logprob_abs_diff"),
+)
 
 
 class Head:
@@ -70,10 +78,13 @@ class Trainer:
         self.cfg, self.rank, self.world = cfg, rank, world
         self.address = (master_addr, master_port)
         self.reference: PreTrainedModel | None = None
+        self.custom: dict[str, Callable[..., Any]] = {}
+        self.own: Counter[str] = Counter()  # metrics of these functions of the user's, summed over the batch
 
     def setup(self, folder: str | None = None) -> None:
         """Join the other ranks, load the model; with the folder of a checkpoint, continue from it exactly."""
         cfg = self.cfg
+        self.custom, self.args = hooks.loss_side(cfg), hooks.arguments(cfg)
         self.device = init(self.rank, self.world, *self.address)
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
@@ -100,95 +111,165 @@ class Trainer:
         start = time.monotonic()
         samples = {s.index: s for g in groups for s in g}
         steps: list[list[Pack]] = []
+        stale = np.zeros(0)  # weight versions that each trained token is behind
         error: Exception | None = None
         try:
             steps = [[pack(items, samples).to(self.device) for items in mini] for mini in plan.steps]
+            if self.cfg.rollout.truncated and any(b.samples and b.support is None for mini in steps for b in mini):
+                raise ValueError("with rollout.top_p or top_k every sample needs its sampling_mask (see Sample.append_tokens)")
+            trained = (s for mini in steps for b in mini for s in b.samples)
+            stale = np.array([step - 1 - v for s in trained for v, m in zip(s.token_versions, s.loss_mask) if m])
+            if stale.max(initial=0) > (bound := self.cfg.train.max_staleness):
+                raise ValueError(f"a token's weights are {stale.max()} versions old, train.max_staleness is {bound}")
         except (KeyError, ValueError) as e:
             what = f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)
             error = VimeError(f"step {step}, trainer rank {self.rank}: {what}")
         agree(error)  # peers must not enter the first collective without this rank
-        for batch in (b for mini in steps for b in mini):
+        batches, self.own = [b for mini in steps for b in mini], Counter()
+        # Later steps are off-policy: what they started from must be known before the first update, unless the sampled logprobs stand for it.
+        recompute = (len(steps) > 1 and self.cfg.algo.correction != "rollout_logprobs") or "algo.custom_advantage" in self.custom
+        for batch in batches:
             if self.reference is not None:
                 batch.ref = self.log_probs(self.reference, batch)
-            if len(steps) > 1:  # later steps are off-policy: what they started from must be known before the first update
+            if recompute:
                 batch.old = self.log_probs(self.model, batch)
+        if fn := self.custom.get("algo.custom_advantage"):
+            try:
+                custom.advantages(fn, self.args, batches, {i.index: i.advantage for mini in plan.minibatches for i in mini})
+            except VimeError as e:
+                error = e
+            agree(error)
         rate = learning_rate(step, self.cfg.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         sums = torch.zeros(len(steps), len(SUMS), dtype=torch.float64, device=self.device)
-        worst = torch.zeros((), device=self.device)
+        worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
         norms = []
-        for mini, total in zip(steps, sums):
+        for mini, total, scale in zip(steps, sums, plan.scales, strict=True):
             for batch in mini:
-                self.backward(batch, total, worst)
+                self.backward(batch, total, worst[0], scale)
             norms.append(self.update(step))
-        forwarded = float(sum(b.ids.numel() for mini in steps for b in mini))
-        counts = torch.tensor([forwarded], dtype=torch.float64, device=self.device)
+        counts = torch.tensor([sum(b.ids.numel() for b in batches), stale.sum()], dtype=torch.float64, device=self.device)
         for t, op in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX), (counts, dist.ReduceOp.SUM)):
             dist.all_reduce(t, op)
+        forwarded, lag = counts.tolist()
         seconds = time.monotonic() - start
-        return self.summary(sums, norms) | {
+        out = self.summary(sums, norms)
+        if tokens := out["train/trained_tokens"]:
+            out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
+        out |= self.own_metrics(float(sums[:, 0].sum()) or len(steps))
+        return out | {
             "train/lr": rate,
-            "train/logprob_abs_diff_max": float(worst),
+            "train/logprob_abs_diff_max": float(worst[0]),
             "train/skipped_samples": float(plan.skipped),
             "train/optimizer_steps": float(len(steps)),
             "perf/train_s": seconds,
-            "perf/train_tokens": float(counts),
-            "perf/train_tokens_per_s": float(counts) / seconds,
+            "perf/train_tokens": forwarded,
+            "perf/train_tokens_per_s": forwarded / seconds,
         }
 
-    @staticmethod
-    def summary(sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
+    def own_metrics(self, weight: float) -> dict[str, float]:
+        """Metrics of the user's functions, summed over ranks, by the sum of loss weights. A collective where there are such functions."""
+        if not self.custom:
+            return {}
+        ranks: list[Counter[str]] = [Counter()] * self.world
+        dist.all_gather_object(ranks, self.own)
+        return {f"train/{k}": float(sum(r[k] for r in ranks)) / weight for k in sorted({k for r in ranks for k in r})}
+
+    def summary(self, sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
         """Metrics of the batch from the (optimizer steps, SUMS) table, summed over ranks; means over no token are left out."""
         row, first = (dict(zip(SUMS, x.tolist())) for x in (sums.sum(0), sums[0]))
-        out = {"train/loss": row["loss"] / len(sums), "train/pg_loss": row["pg_loss"] / len(sums)}
-        out |= {"train/grad_norm": sum(norms) / len(norms), "train/trained_tokens": row["tokens"]}
+        out = {"train/loss": row["loss"] / len(sums), "train/grad_norm": sum(norms) / len(norms), "train/trained_tokens": row["tokens"]}
+        if "loss.custom" in self.custom:  # which has metrics of its own
+            return out
+        out["train/pg_loss"] = row["pg_loss"] / len(sums)
         if row["tokens"]:
-            out |= {f"train/{k}": row[k] / (row["weight"] or 1.0) for k in ("pg_clipfrac", "ppo_kl", "entropy", "kl_loss")}
+            algo = self.cfg.algo
+            shown = ["pg_clipfrac", "ppo_kl", "entropy", "kl_loss"]
+            shown += CORRECTION if algo.correction in ("tis", "icepop") else ()
+            shown += ["opsm_clipfrac"] if algo.use_opsm else []
+            out |= {f"train/{k}": row[k] / (row["weight"] or 1.0) for k in shown}
             out["train/logprob_abs_diff"] = row["logprob_abs_diff"] / row["tokens"]
         if first["tokens"]:
             out["train/ppo_kl_first"] = first["ppo_abs_kl"] / (first["weight"] or 1.0)
         return out
 
-    def forward(self, model: PreTrainedModel, batch: Pack, job: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Run the model on a micro-batch; `job(hidden (M, D), head weight (V, D))` replaces the vocabulary projection."""
+    def forward(
+        self, model: PreTrainedModel, batch: Pack, job: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the model on a micro-batch; `job(hidden (M, D), head weight (V, D))` replaces the vocabulary projection. `rows` are
+        the positions it wants in place of the trained tokens'."""
         self.heads[model].job = job
-        args = {"input_ids": batch.ids, "position_ids": batch.positions, "logits_to_keep": batch.rows}
+        args = {"input_ids": batch.ids, "position_ids": batch.positions, "logits_to_keep": batch.rows if rows is None else rows}
         return model(**args, use_cache=False, packing=batch).logits
 
     @torch.no_grad()
     def log_probs(self, model: PreTrainedModel, batch: Pack, temperature: float | None = None) -> torch.Tensor:
         """Logprobs (M,) of a micro-batch's trained tokens, at the sampling temperature unless another is given."""
         t, chunk = temperature or self.cfg.rollout.temperature, self.cfg.train.logprob_chunk
-        out = self.forward(model, batch, lambda h, w: head_log_probs(h, w, batch.labels, t, chunk))
+        out = self.forward(model, batch, lambda h, w: head_log_probs(h, w, batch.labels, t, chunk, batch.support))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return out
 
-    def backward(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor) -> None:
-        """Forward and backward of one micro-batch; adds its sums to `total`, and its largest logprob difference to `worst`."""
-        cfg, algo = self.cfg, self.cfg.algo
+    def backward(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> None:
+        """Forward and backward of one micro-batch; adds its sums to `total`, and its largest logprob difference to `worst`. `scale`:
+        RankPlan.scales of its step."""
+        cfg, algo, own = self.cfg, self.cfg.algo, self.custom
         high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
 
         def loss_of(lp: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
-            old = lp.detach() if batch.old is None else batch.old[part]
-            pg, clipped = policy_loss(lp, old, batch.advantages[part], algo.eps_clip, high, algo.eps_clip_c)
+            rollout, weight, advantages = batch.rollout_log_probs[part], batch.weights[part], batch.advantages[part]
+            train = lp.detach() if batch.old is None else batch.old[part]
+            old = rollout if algo.correction == "rollout_logprobs" else train
+            pg, clipped = policy_loss(lp, old, advantages, algo.eps_clip, high, algo.eps_clip_c)
+            one = torch.ones_like(rollout)
+            ratio = corrected = kept = one
+            if algo.use_opsm:
+                kept = opsm_mask(lp, old, advantages, [sum(s.loss_mask) for s in batch.samples], algo.opsm_delta)
+                pg = pg * kept
+            if algo.correction in ("tis", "icepop"):
+                corrected, ratio = importance_weights(train, rollout, algo.correction, algo.tis_low, algo.tis_clip)
+                pg = pg * corrected
+            left = one
+            if fn := own.get("algo.custom_tis"):
+                pg, left, metrics = custom.tis(fn, self.args, batch, pg, train)
+                self.own.update({k: float((v * weight).sum()) for k, v in metrics.items()})
+                weight = weight * left
             kl_loss = torch.zeros_like(pg) if batch.ref is None else kl(lp, batch.ref[part], algo.kl_loss_type)
-            loss = pg - algo.entropy_coef * entropy + algo.kl_loss_coef * kl_loss
-            weight, off = batch.weights[part], old - lp
+            rest = algo.kl_loss_coef * kl_loss - algo.entropy_coef * entropy
+            if fn := own.get("loss.custom_reducer"):
+                pg_loss = custom.reduce(fn, self.args, batch, pg, left) * scale
+            else:
+                pg_loss = (pg * weight).sum()
+            loss, off = pg_loss + (rest * weight).sum(), old - lp
             with torch.no_grad():
-                diff = (old - batch.rollout_log_probs[part]).abs()
-                each = torch.stack([torch.ones_like(pg), loss, pg, clipped, off, off.abs(), entropy, kl_loss]).double()
-                total.add_(torch.cat([each @ weight.double(), torch.stack([(weight >= 0).sum(), diff.sum()]).double()]))
+                diff = ((lp if algo.correction == "rollout_logprobs" else train) - rollout).abs()
+                total[0] += batch.weights[part].sum()
+                each = [clipped, off, off.abs(), entropy, kl_loss, ratio, (corrected != ratio).float(), (ratio - 1).abs(), 1 - kept]
+                means = torch.stack(each).double() @ weight.double()
+                total[1:] += torch.cat([torch.stack([loss, pg_loss]), means, torch.stack([(weight >= 0).sum(), diff.sum()])])
                 worst.copy_(torch.maximum(worst, diff.max()))
-            return (loss * weight).sum()
+            return loss
+
+        whole = algo.use_opsm or bool(own)  # they see samples, not tokens
 
         def job(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             args = (hidden, weight, batch.labels, cfg.rollout.temperature, cfg.train.logprob_chunk, loss_of, algo.entropy_coef != 0)
-            return HeadLoss.apply(*args)
+            return HeadLoss.apply(*args, batch.support, whole)
 
-        self.forward(self.model, batch, job).backward()
+        def own_job(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            loss, metrics = custom.loss(own["loss.custom"], self.args, batch, hidden, weight, scale)
+            self.own.update(metrics)
+            total[SUMS.index("loss")] += loss.detach()
+            total[SUMS.index("tokens")] += len(batch.labels)
+            return loss
+
+        if "loss.custom" in own:
+            self.forward(self.model, batch, own_job, torch.cat([batch.rows[:0], *batch.where])).backward()
+        else:
+            self.forward(self.model, batch, job).backward()
 
     def update(self, step: int) -> float:
         """Clip the gradient and step the optimizer. Returns the norm before clipping; VimeError, and no step, where it isn't finite."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # beyond it exp() only overflows; inside it nothing changes
 LossFn = Callable[[Tensor, Tensor, slice], Tensor]
+Support = tuple[Tensor, Tensor]  # ids (K,) and offsets (N + 1,), int64: token i was drawn from ids[offsets[i] : offsets[i + 1]]
 
 
 def policy_loss(
@@ -29,6 +30,28 @@ def policy_loss(
     return loss, (clipped > plain).float()
 
 
+def importance_weights(old: Tensor, rollout: Tensor, kind: str, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Weights of the token losses that correct for a sampling policy other than the one that is updated, without a gradient.
+
+    `old` and `rollout` (float32, one shape) are the sampled tokens' logprobs by the trainer, before the update, and by the servers.
+    kind "tis": exp(old - rollout) clamped to [low, high] (truncated importance sampling, Yao et al. 2025); "icepop": 0 outside those
+    bounds (IcePop, Ling team 2025). Returns: the weights, and the ratios before truncation, of that shape.
+    """
+    ratio = (old - rollout).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if kind == "tis":
+        return ratio.clamp(low, high), ratio
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), ratio
+
+
+def opsm_mask(log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: list[int], delta: float) -> Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2, with slime's estimate): 0.0 for tokens with a negative advantage in samples whose
+    mean of old - log_probs is above `delta`, 1.0 for others. All (N,) float32, samples one after another; `lengths`: trained tokens of each."""
+    n = torch.tensor(lengths, device=old.device)
+    sample = torch.repeat_interleave(torch.arange(len(lengths), device=old.device), n)
+    drift = old.new_zeros(len(lengths)).index_add_(0, sample, (old - log_probs).detach()) / n.clamp(min=1)
+    return 1.0 - ((advantages < 0) & (drift > delta)[sample]).float()
+
+
 def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled tokens' logprobs (same shapes); differentiable in `log_probs`.
 
@@ -44,51 +67,98 @@ def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
     return k3 if kind == "k3" else k3.clamp(-10, 10)
 
 
-def chunk_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log_probs (N,), entropy (N,), logp (N, V) and p (N, V) of a few tokens, in float32 whatever the inputs are: hidden (N, D),
-    weight (V, D), labels (N,) int64; logits are divided by `temperature` first."""
+def chunk_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, rows: Tensor | None = None, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """log_probs (N,), entropy (N,), logp (N, V), p (N, V) of a few tokens, in float32 whatever the inputs are: hidden (N, D),
+    weight (V, D), labels (N,) int64; logits are divided by `temperature` first.
+
+    Where token rows[k] was drawn from ids[k], for all k, and from nothing else, log_probs are over these ids only, and the last
+    result holds their probabilities q (K,); it is p otherwise. Entropy, logp and p are always over the whole vocabulary.
+    """
     logp = torch.log_softmax((hidden @ weight.T).float().div_(temperature), -1)
     p = logp.exp()
-    return logp.gather(1, labels[:, None])[:, 0], -torch.einsum("nv,nv->n", p, logp), logp, p
+    lp, entropy = logp.gather(1, labels[:, None])[:, 0], -torch.einsum("nv,nv->n", p, logp)
+    if rows is None or ids is None:
+        return lp, entropy, logp, p, p
+    part = logp[rows, ids]
+    top = lp.scatter_reduce(0, rows, part, "amax")
+    norm = top + torch.zeros_like(lp).index_add_(0, rows, (part - top[rows]).exp()).log()
+    return lp - norm, entropy, logp, p, (part - norm[rows]).exp()
+
+
+def support_of(support: Support | None, part: slice) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The rows (counted from the start of the slice) and ids of the slice's tokens, for chunk_log_probs."""
+    if support is None:
+        return None, None
+    ids, offsets = support
+    ends = offsets[part.start : part.stop + 1]
+    rows = torch.repeat_interleave(torch.arange(len(ends) - 1, device=ids.device), ends.diff())
+    return rows, ids[ends[0] : ends[-1]]
 
 
 class HeadLoss(torch.autograd.Function):
     """Vocabulary projection, log-softmax and loss in one, a chunk of tokens at a time.
 
-    The (tokens, vocabulary) logits never exist whole, and nothing is computed twice: a chunk's gradient is taken while its
-    logits are at hand, so that backward() only scales what forward() found.
+    The (tokens, vocabulary) logits never exist whole. A chunk's gradient is taken while its logits are at hand, so that backward()
+    only scales what forward() found, and nothing is computed twice unless the loss needs all tokens at once.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, loss_fn: LossFn, use_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk: int,
+        loss_fn: LossFn,
+        use_entropy: bool,
+        support: Support | None = None,
+        whole: bool = False,
     ) -> Tensor:
         """hidden (N, D), weight (V, D), labels (N,). `loss_fn(log_probs, entropy, tokens)` gets leaf tensors of the chunk that
         the slice `tokens` names and returns its summed loss; it may keep statistics. use_entropy: does the loss depend on it?
+        support: what each token was drawn from, None: the vocabulary. whole: call loss_fn once, for all tokens; more than one chunk
+        are then projected twice.
 
         Returns: the scalar sum of the chunks' losses, float32.
         """
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, len(labels), chunk):
-            part = slice(start, min(start + chunk, len(labels)))
-            h, y = hidden[part], labels[part]
-            lp, entropy, logp, p = chunk_log_probs(h, weight, y, temperature)
-            lp, ent = lp.requires_grad_(), entropy.clone().requires_grad_()
+        parts = [slice(i, min(i + chunk, len(labels))) for i in range(0, len(labels), chunk)]
+
+        def project(part: slice) -> tuple[Tensor, ...]:
+            return chunk_log_probs(hidden[part], weight, labels[part], temperature, *support_of(support, part))
+
+        def gradient(lp: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            lp, entropy = lp.requires_grad_(), entropy.clone().requires_grad_()
             with torch.enable_grad():
-                loss = loss_fn(lp, ent, part)
-            g_lp, g_ent = torch.autograd.grad(loss, (lp, ent), allow_unused=True)
-            total += loss.detach()
-            if use_entropy and g_ent is not None:  # dH/dz_j = -p_j (log p_j + H)
-                g = p.mul_(logp.add_(entropy[:, None]).mul_(-g_ent[:, None]).sub_(g_lp[:, None]))
+                loss = loss_fn(lp, entropy, part)
+            total.add_(loss.detach())
+            return torch.autograd.grad(loss, (lp, entropy), materialize_grads=True)
+
+        ahead = None
+        if whole and len(parts) > 1:
+            lps, entropies = zip(*(project(part)[:2] for part in parts))
+            ahead = gradient(torch.cat(lps), torch.cat(entropies), slice(0, len(labels)))
+        for part in parts:
+            lp, entropy, logp, p, q = project(part)
+            g_lp, g_ent = gradient(lp, entropy, part) if ahead is None else (g[part] for g in ahead)
+            rows, ids = support_of(support, part)
+            shared = torch.zeros_like(g_lp) if rows is not None else g_lp  # of dlp/dz_j = [j = label] - q_j, q_j is p_j or apart
+            if use_entropy:  # dH/dz_j = -p_j (log p_j + H)
+                g = p.mul_(logp.add_(entropy[:, None]).mul_(-g_ent[:, None]).sub_(shared[:, None]))
             else:
-                g = p.mul_(-g_lp[:, None])
-            g.scatter_add_(1, y[:, None], g_lp[:, None]).div_(temperature)  # dlp/dz_j = [j = label] - p_j
+                g = p.mul_(-shared[:, None])
+            if rows is not None:
+                g.index_put_((rows, ids), -g_lp[rows] * q, accumulate=True)
+            g.scatter_add_(1, labels[part, None], g_lp[:, None]).div_(temperature)
             g = g.to(hidden.dtype)
             d_hidden[part] = g @ weight
             if d_weight is not None:
-                d_weight.addmm_(g.T, h) if g.dtype == torch.float32 else d_weight.add_(g.T @ h)
+                d_weight.addmm_(g.T, hidden[part]) if g.dtype == torch.float32 else d_weight.add_(g.T @ hidden[part])
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return total
 
@@ -99,10 +169,13 @@ class HeadLoss(torch.autograd.Function):
         if scale != 1.0:  # in place: a second backward() through the same forward is not supported, nor needed
             d_hidden = d_hidden.mul_(scale)
             d_weight = None if d_weight is None else d_weight.mul_(scale)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None, None
 
 
-def head_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int) -> Tensor:
+def head_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, support: Support | None = None) -> Tensor:
     """Logprobs of `labels` (N,) from hidden states (N, D) and the head's weight (V, D): float32 (N,), no gradient, chunked."""
-    parts = [chunk_log_probs(hidden[i : i + chunk], weight, labels[i : i + chunk], temperature)[0] for i in range(0, len(labels), chunk)]
-    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
+    out = hidden.new_empty(len(labels), dtype=torch.float32)
+    for i in range(0, len(labels), chunk):
+        part = slice(i, min(i + chunk, len(labels)))
+        out[part] = chunk_log_probs(hidden[part], weight, labels[part], temperature, *support_of(support, part))[0]
+    return out

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,15 +42,21 @@ class Pack:
     advantages: torch.Tensor
     weights: torch.Tensor
     rollout_log_probs: torch.Tensor
+    support: tuple[torch.Tensor, torch.Tensor] | None = None  # loss.Support: what each trained token was drawn from; None: the vocabulary
+    samples: list[Sample] = field(default_factory=list)  # in the order of their tokens
+    where: list[torch.Tensor] = field(default_factory=list)  # per sample, the positions (0..T-1) of all its tokens but the last
     old: torch.Tensor | None = None  # (M,) logprobs before the update; None: this forward's own
     ref: torch.Tensor | None = None  # (M,) logprobs of the reference
 
     def to(self, device: torch.device) -> Pack:
-        def move(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(device, non_blocking=True)
+        def move(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return x.to(device, non_blocking=True)
+            if isinstance(x, Bucket):
+                return Bucket(*(move(getattr(x, f.name)) for f in fields(x)))
+            return type(x)(map(move, x)) if isinstance(x, (list, tuple)) else x
 
-        buckets = [Bucket(*(move(getattr(b, f.name)) for f in fields(b))) for b in self.buckets]  # type: ignore[arg-type]
-        return Pack(*(buckets if f.name == "buckets" else move(getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]
+        return Pack(*(move(getattr(self, f.name)) for f in fields(self)))
 
 
 def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
@@ -65,6 +72,10 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     segments: list[tuple[int, int, int, int]] = []  # prefix start, prefix length, own start, own length
     rows: list[np.ndarray] = []
     per_token: list[tuple[np.ndarray, ...]] = []
+    whole: list[np.ndarray] = []
+    order: list[Sample] = []
+    supports: list[np.ndarray] = []
+    drawn: list[np.ndarray] = []  # size of each trained token's support
 
     def lay(tokens: Sequence[int], first: int, prefix: int = 0) -> int:
         start = len(ids)
@@ -81,10 +92,15 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
         for i in members:
             s = samples[i.index]
             start = lay(s.tokens[p:-1], p, head) if share else lay(s.tokens[:-1], 0) + p
-            at = np.arange(start - 1, start - 1 + s.response_length)
-            at[0] = head + p - 1 if share else start - 1
+            first = head if share else start - p
+            whole.append(np.r_[first : first + p, start : start + s.response_length - 1])
             keep = np.flatnonzero(s.loss_mask)
-            rows.append(at[keep])
+            rows.append(whole[-1][p - 1 :][keep])
+            order.append(s)
+            if s.rollout_top_p_token_offsets:
+                sizes = np.diff(s.rollout_top_p_token_offsets)
+                drawn.append(sizes[keep])
+                supports.append(np.asarray(s.rollout_top_p_token_ids, dtype=np.int64)[np.repeat(np.asarray(s.loss_mask) > 0, sizes)])
             labels = np.asarray(s.tokens[p:], dtype=np.int64)[keep]
             per_token.append((labels, np.full(len(keep), i.advantage), np.full(len(keep), i.weight), np.asarray(s.rollout_log_probs)[keep]))
     if not ids:
@@ -94,7 +110,14 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     adv, weights, rollout = (torch.from_numpy(np.asarray(a, dtype=np.float32)) for a in arrays[1:])
     where = torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64))
     labels_t = torch.from_numpy(np.asarray(arrays[0], dtype=np.int64))
-    return Pack(torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where, labels_t, adv, weights, rollout)
+    support = None
+    if drawn:
+        if len(drawn) != len(order):
+            raise ValueError(f"{len(order) - len(drawn)} of {len(order)} samples came without the tokens they were drawn from")
+        ends = np.concatenate([[0], np.cumsum(np.concatenate(drawn))])
+        support = torch.from_numpy(np.concatenate(supports)), torch.from_numpy(ends)
+    per_sample = [torch.from_numpy(w) for w in whole]
+    return Pack(torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where, labels_t, adv, weights, rollout, support, order, per_sample)
 
 
 def _buckets(segments: list[tuple[int, int, int, int]], total: int) -> tuple[list[Bucket], torch.Tensor]:

@@ -5,6 +5,7 @@ An update names a .safetensors file with the whole model under checkpoint names.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +101,51 @@ def _fix_moe_reload() -> None:
     Method._setup_kernel = setup  # type: ignore[method-assign]
 
 
+def _return_sampling_masks() -> None:
+    """vLLM fills `sampling_mask` (--return-sampling-mask) in its V2 runner only, which needs Triton. On a CPU without it, fill the same
+    field from the V1 runner: a token's support is where its processed logprobs, from which it is drawn, are finite."""
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    verify = VllmConfig._verify_sampling_replay_config
+    wanted = any(a.replace("_", "-") == "--return-sampling-mask" for a in sys.argv)  # other servers are spared the imports below
+    if not wanted or not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
+        return
+    from vllm.v1.outputs import SamplingMaskLists
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
+
+    sample, sample_tokens = Sampler.sample, Runner.sample_tokens
+
+    def checked(self: Any) -> None:
+        model = self.model_config
+        if model is None or not model.return_sampling_mask or self.use_v2_model_runner:
+            return verify(self)
+        if model.logprobs_mode != "processed_logprobs" or self.speculative_config is not None:
+            raise ValueError("return_sampling_mask on a CPU needs logprobs_mode processed_logprobs and no speculative decoding")
+
+    def kept(self: Any, *args: Any, **kw: Any) -> Any:
+        self.last = sample(self, *args, **kw)
+        return self.last
+
+    def with_masks(self: Any, grammar_output: Any) -> Any:
+        self.sampler.last = None
+        out = sample_tokens(self, grammar_output)
+        if self.model_config.return_sampling_mask and self.sampler.last is not None:
+            support = self.sampler.last[1] > -torch.inf  # (requests, vocabulary)
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), support.sum(1).cumsum(0)])
+            masks = SamplingMaskLists(support.nonzero()[:, 1].int().numpy(), offsets.numpy())
+            getattr(out, "_model_runner_output", out).sampling_masks = masks  # asynchronous scheduling wraps the output
+        self.sampler.last = None
+        return out
+
+    checked.__wrapped__ = verify  # type: ignore[attr-defined]
+    VllmConfig._verify_sampling_replay_config, Sampler.sample, Runner.sample_tokens = checked, kept, with_masks  # type: ignore[method-assign]
+
+
 def register() -> None:
     """Called in every vLLM process, maybe twice."""
     if "vime" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("vime", FileWeightTransferEngine)
     _fix_moe_reload()
+    _return_sampling_masks()
