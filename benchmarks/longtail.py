@@ -33,11 +33,11 @@ MODES = {
 
 async def slow_turns(args, sample, sampling_params):
     """A custom_generate plug-in: two tokens a turn, and an environment that is slow between them."""
-    whole = sampling_params["max_tokens"]
+    whole = sampling_params["max_new_tokens"]
     while sample.status in (Status.PENDING, Status.ABORTED):
         rng = random.Random(f"{sample.index}/{sample.response_length}")
         await nap(float(os.environ["LONGTAIL_MEDIAN"]) * rng.lognormvariate(0, float(os.environ["LONGTAIL_SIGMA"])))
-        sample = await generate(args, sample, sampling_params | {"max_tokens": min(whole, sample.response_length + 2)})
+        sample = await generate(args, sample, sampling_params | {"max_new_tokens": min(whole, sample.response_length + 2)})
         if sample.status is Status.ABORTED:
             return sample
         if sample.status is Status.TRUNCATED and sample.response_length < whole:

@@ -23,6 +23,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions as rex
 
+from vime import hooks
 from vime.config import Config
 from vime.errors import VimeError
 from vime.observe.metrics import dump_samples
@@ -217,16 +218,16 @@ class Cluster:
             yield from self.rollouts.finished(0.5, redo=False)
         self.rollouts.pending.clear()
 
-    def evaluate(self, groups: list[list[Sample]], version: int) -> list[GroupReport]:
-        """Generate and score held-out groups; returns their reports in order."""
+    def evaluate(self, groups: list[list[Sample]], version: int, dataset: str) -> list[tuple[GroupReport, Any]]:
+        """Generate and score the groups of an eval dataset; returns (report, reference to the samples) of each, in order."""
         jobs = Rollouts(self)
-        reports: dict[int, GroupReport] = {}
+        done: dict[int, tuple[GroupReport, Any]] = {}
         for i, group in enumerate(groups):
-            jobs.submit(i, group, version, wave=-1, evaluation=True)
+            jobs.submit(i, group, version, wave=-1, evaluation=dataset)
         while jobs.pending:
-            reports |= {key: report for key, report, _ in jobs.finished(1.0)}
+            done |= {key: (report, data) for key, report, data in jobs.finished(1.0)}
             self.meanwhile()
-        return [reports[i] for i in range(len(groups))]
+        return [done[i] for i in range(len(groups))]
 
     def train(self, step: int, plans: list[RankPlan], data: dict[int, Any]) -> dict[str, float]:
         """One rollout step's optimizer steps on every rank; `data` maps group_index to the reference of its samples."""
@@ -241,6 +242,10 @@ class Cluster:
         path, canary = self.gather([t.call.remote("publish", version) for t in self.trainers], "trainer rank")[0]
         assert self.fleet
         tol = self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg) == "float32" else 0.25)
+        if self.cfg.weights.post_write:
+            assert self.router
+            args = hooks.plugin_args(self.cfg, self.router.url)
+            hooks.call(self.cfg, "weights.post_write", args, str(Path(path).parent), list(self.fleet.urls))
         self.fleet.publish(version, path, canary if self.cfg.weights.canary else None, tol)
 
     def save(self, folder: Path) -> None:
@@ -248,6 +253,10 @@ class Cluster:
         self.gather(self._dumps, "sample dump")
         self._dumps = []
         self.gather([t.call.remote("save", str(folder.resolve())) for t in self.trainers], "trainer rank")
+
+    def fetch(self, data: dict[int, Any]) -> list[Sample]:
+        """The samples themselves, by group_index: for plug-ins that run in the controller. Nothing else brings them here."""
+        return [s for group in self.gather([data[g] for g in sorted(data)], "group") for s in group]
 
     def dump(self, path: Path, data: dict[int, Any]) -> None:
         """Write a step's samples to a readable file, in a process of its own: the controller never holds them."""
@@ -274,7 +283,7 @@ class Rollouts:
         self.cluster = cluster
         self.pending: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # reference to the report -> arguments of submit, reference to the samples
 
-    def submit(self, key: int, group: Any, version: int, wave: int = 0, evaluation: bool = False) -> None:
+    def submit(self, key: int, group: Any, version: int, wave: int = 0, evaluation: str = "") -> None:
         """Start a group, samples or a reference to them, on the next worker. See RolloutWorker.run_group."""
         workers = self.cluster.workers
         worker = workers[next(self.cluster.turn) % len(workers)]

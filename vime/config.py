@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -27,6 +27,7 @@ class DataConfig(Section):
     apply_chat_template: bool = Field(True, description="render with the tokenizer's chat template (a string becomes one user message)")
     chat_template: str | None = Field(None, description="a Jinja chat template that replaces the tokenizer's own")
     shuffle: bool = Field(True, description="a new permutation each epoch, drawn from (seed, epoch); false keeps file order")
+    source: str | None = Field(None, description="plug-in: a data source class in place of the prompt file's reader, see docs/plugins.md")
 
 
 class RolloutConfig(Section):
@@ -49,11 +50,18 @@ class RolloutConfig(Section):
     over_sampling_batch_size: int | None = Field(
         None, ge=1, description="sync mode: groups kept in flight until batch_size valid ones exist; unset: batch_size"
     )
-    dynamic_filter: str | None = Field(None, description="nonzero_std, or a dotted path (args, samples) -> bool | DynamicFilterOutput")
+    dynamic_filter: str | None = Field(None, description="nonzero_std, or a plug-in: whether a finished group is trained on")
     partial_rollout: bool = Field(False, description="sync mode: what is unfinished when the batch is full goes on in the next step, token-exact")
     mask_offpolicy_prefix: bool = Field(False, description="tokens of an interrupted sample that older weights sampled are not trained")
     abort_timeout: float = Field(10, ge=0, description="seconds that running reward calls get when the batch is full; then they are cancelled")
-    custom_generate: str | None = Field(None, description="dotted path: async (args, sample, sampling_params) -> Sample")
+    custom_generate: str | None = Field(None, description="plug-in, see docs/plugins.md: generates one rollout, in any number of turns")
+    sample_hook: list[str] = Field([], description="plug-ins: see or replace each finished sample before it is scored")
+    buffer_filter: str | None = Field(None, description="plug-in: which buffered groups are continued")
+    sample_filter: str | None = Field(None, description="plug-in: sets remove_sample on samples that stay in the baseline, untrained")
+    all_samples_process: str | None = Field(None, description="plug-in: sees every group of a step, filtered ones included")
+    data_postprocess: str | None = Field(None, description="plug-in: changes a step's samples before they are trained on")
+    function: str | None = Field(None, description="plug-in: the whole rollout of a step")
+    eval_function: str | None = Field(None, description="plug-in: the whole evaluation")
 
     @property
     def truncated(self) -> bool:
@@ -74,6 +82,8 @@ class RewardConfig(Section):
     function: str = Field("math", description="math | exact | regex | package.module:function")
     pattern: str | None = Field(None, description="for regex: the answer is the last match's first group (or the whole match)")
     key: str | None = Field(None, description="which entry of a dict reward is trained on")
+    group: bool = Field(False, description="the function gets a group's list of samples at once and returns a list of rewards")
+    post_process: str | None = Field(None, description="plug-in: a step's rewards -> (raw rewards, advantages), in place of the estimator")
     on_error: Literal["raise", "skip"] = Field("raise", description="skip: drop and count a group with a failing reward, take another")
     timeout: float = Field(60, gt=0, description="seconds a reward call may take")
 
@@ -175,16 +185,52 @@ class WeightsConfig(Section):
     in_flight: Literal["keep", "abort"] = Field(
         "keep", description="requests that run during an update: keep them in the server, or abort and continue them, token-exact"
     )
+    post_write: str | None = Field(None, description="plug-in: called when new weights are written, before the servers load them")
     canary: bool = Field(True, description="after each publish compare the servers' logprobs of a fixed prompt with the trainer's")
     canary_tol: float | None = Field(None, gt=0, description="largest mean |difference| accepted; unset: 1e-3 in float32, 0.25 in bfloat16")
 
 
-class EvalConfig(Section):
-    prompts: str | None = Field(None, description="held-out prompts; unset: no evaluation")
+class EvalSampling(Section):
+    n_samples_per_prompt: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0: greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="-1: off")
+    max_response_len: int | None = Field(None, ge=1, description="unset: as in rollout")
+    solved: float | None = Field(None, description="reward from which on a sample counts as solved, for pass@k")
+
+
+class EvalDataset(EvalSampling):
+    """One held-out file. What is unset is as in [eval], [data] and [reward]."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="its metrics are eval/<name>/...")
+    prompts: str = Field(description="path, as data.prompts")
+    input_key: str | None = None
+    label_key: str | None = None
+    reward: str | None = Field(None, description="as reward.function")
+    custom_generate: str | None = Field(None, description="as rollout.custom_generate")
+
+
+class EvalConfig(EvalSampling):
+    """Evaluation on held-out prompts; none without datasets."""
+
     interval: int = Field(10, ge=1, description="steps between evaluations (also before the first step and after the last)")
     n_samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    max_response_len: int | None = Field(None, ge=1, description="unset: as in rollout")
+    temperature: float = Field(1.0, ge=0, le=2, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, description="-1: off")
+    solved: float = Field(1.0, description="reward from which on a sample counts as solved, for pass@k")
+    datasets: list[EvalDataset] = []
+
+    @model_validator(mode="after")
+    def _inherit(self) -> EvalConfig:
+        for d in self.datasets:
+            for name in EvalSampling.model_fields:
+                if getattr(d, name) is None:
+                    setattr(d, name, getattr(self, name))
+        names = [d.name for d in self.datasets]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"several datasets are named {', '.join(twice)}")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -198,6 +244,8 @@ class LogConfig(Section):
     trackio: bool = False
     project: str = "vime"
     samples: bool = Field(True, description="write samples/step_N.jsonl")
+    rollout_hook: str | None = Field(None, description="plug-in: logs a step's samples; true in return leaves out the rollout/ metrics")
+    eval_hook: str | None = Field(None, description="plug-in: logs an evaluation; true in return leaves out the eval/ metrics")
 
 
 class RayConfig(Section):
@@ -222,6 +270,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
     ray: RayConfig = RayConfig()
     vllm: dict[str, Any] = Field({}, description="any vLLM server argument: max_num_seqs = 64 becomes --max-num-seqs 64")
+    args: dict[str, Any] = Field({}, description="settings of your own plug-ins: max_turns = 4 becomes args.max_turns")
     router: dict[str, Any] = Field({}, description='any vllm-router argument: policy = "round_robin" becomes --policy round_robin')
 
     @property
@@ -316,12 +365,19 @@ def validate(tree: dict[str, Any], source: str) -> Config:
 
 
 def _names(path: list[str]) -> list[str]:
-    """Valid keys of the section at `path`."""
-    node: Any = Config
+    """Valid keys of the section at `path`, which may hold positions in a list of tables."""
+    node: type[BaseModel] = Config
     for p in path:
-        annotation = node.model_fields[p].annotation
-        node = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else Config
+        node = node if p.isdecimal() else _section(node.model_fields[p].annotation) or Config
     return list(node.model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key of this type is, or holds a list of."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def dump(cfg: Config) -> str:
@@ -338,8 +394,8 @@ def reference() -> str:
         out += f"\n## {title}\n\n{model.__doc__ or ''}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         for name, f in model.model_fields.items():
             kind = f.annotation
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                tables.append((f"[{name}]", kind))
+            if section := _section(kind):
+                tables.append((f"[{name}]" if section is kind else f"[[{title.strip('[]')}.{name}]]", section))
                 continue
             shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
             default = "required" if f.is_required() else "unset" if f.default is None else f"`{f.default!r}`"

@@ -6,23 +6,26 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 
 from vime import config as configs
 from vime import hooks, rewards
-from vime.config import Config
+from vime.config import Config, DataConfig
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
 from vime.errors import VimeError
+from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
 from vime.rollout.pool import GROUPS, Pool
-from vime.sample import SampleMeta, Status
+from vime.sample import Sample, SampleMeta, Status
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
 
@@ -50,53 +53,59 @@ class Interrupt:
             signal.signal(s, self)
 
 
-def preflight(cfg: Config) -> tuple[Prompts, Prompts | None]:
-    """Read model folder, data, hooks. Returns the prompts to train and to evaluate on. Raises one VimeError that lists every fault."""
+def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
+    """Read model folder, data, plug-ins. Returns the prompts to train on and those of each eval dataset.
+
+    Raises: one VimeError that lists every fault.
+    """
     faults: list[str] = []
-    tokenizer, found = None, {}
+    tokenizer = None
+
+    def attempt(place: str, check: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return check(*args)
+        except VimeError as e:
+            faults.append(f"{place}{e}")
+
     model = Path(cfg.model)
     if not (model / "config.json").is_file() or not list(model.glob("*.safetensors")):
         missing = "no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"
         faults.append(f"model = {cfg.model!r}: {missing}")
     else:
-        try:
-            tokenizer = load(cfg.model)
-        except VimeError as e:
-            faults.append(f"model: {e}")
-    room = cfg.rollout.max_context_len - cfg.rollout.max_response_len
-    for key, path, n in (
-        ("data.prompts", cfg.data.prompts, cfg.rollout.n_samples_per_prompt),
-        ("eval.prompts", cfg.eval.prompts, cfg.eval.n_samples_per_prompt),
-    ):
-        if path is None or tokenizer is None:
-            if path and not Path(path.partition("@")[0]).exists():
-                faults.append(f"{key}: no such prompt file: {path}")
-            continue
-        try:
-            found[key] = Prompts(cfg.data, path, tokenizer, n, cfg.seed, room)
-        except VimeError as e:
-            faults.append(f"{key}: {e}")
-    for check in (
-        lambda: rewards.resolve(cfg.reward),
-        lambda: filters.resolve(cfg.rollout.dynamic_filter),
-        lambda: hooks.loss_side(cfg),
-        lambda: hooks.load(cfg.rollout.custom_generate, "rollout.custom_generate", 3) if cfg.rollout.custom_generate else None,
-    ):
-        try:
-            check()
-        except VimeError as e:
-            faults.append(str(e))
+        tokenizer = attempt("model: ", load, cfg.model)
+
+    def read_prompts(place: str, data: DataConfig, path: str, n: int, max_response_len: int) -> Any:
+        if tokenizer:
+            return attempt(place, Prompts, data, path, tokenizer, n, cfg.seed, cfg.rollout.max_context_len - max_response_len)
+        if not Path(path.partition("@")[0]).exists():
+            faults.append(f"{place}no such prompt file: {path}")
+
+    prompts = read_prompts("data.prompts: ", cfg.data, cfg.data.prompts, cfg.rollout.n_samples_per_prompt, cfg.rollout.max_response_len)
+    held_out = {}
+    for d in cfg.eval.datasets:
+        data = cfg.data.model_copy(update={k: v for k in ("input_key", "label_key") if (v := getattr(d, k))})
+        length = d.max_response_len or cfg.rollout.max_response_len
+        held_out[d.name] = read_prompts(f"eval dataset {d.name}: ", data, d.prompts, d.n_samples_per_prompt or 1, length)
+        attempt(f"eval dataset {d.name}: ", rewards.resolve, cfg.reward, d.reward)
+        if d.custom_generate:
+            attempt(f"eval dataset {d.name}: ", hooks.load, d.custom_generate, "rollout.custom_generate")
+    attempt("", rewards.resolve, cfg.reward)
+    attempt("", filters.resolve, cfg.rollout.dynamic_filter)
+    attempt("", hooks.plugin_args, cfg)
+    for key in sorted(set(hooks.POINTS) - {"reward.function", "rollout.dynamic_filter"}):
+        for path in hooks.paths(cfg, key):
+            attempt("", hooks.load, path, key)
     if faults:
         raise VimeError(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found before the start:\n  " + "\n  ".join(faults))
-    return found["data.prompts"], found.get("eval.prompts")
+    return prompts, held_out
 
 
-def describe(cfg: Config, prompts: Prompts, held_out: Prompts | None) -> str:
+def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> str:
     """What a run of this configuration would do: --dry-run."""
     r = cfg.rollout
     group = prompts.peek()
     servers = ", ".join(r.engines) or f"{r.num_engines} vLLM server{'s' if r.num_engines > 1 else ''}"
-    evaluated = f"; eval {cfg.eval.prompts}: {len(held_out)}" if held_out else "; no eval"
+    evaluated = "; eval " + (", ".join(f"{name}: {len(p)}" for name, p in held_out.items()) or "none")
     optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
     return f"""\
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
@@ -125,14 +134,39 @@ def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
     return None
 
 
-def evaluate(cluster: Cluster, prompts: Prompts, n: int, version: int) -> dict[str, float]:
-    """Mean reward over the whole held-out file."""
-    metas = [m for report in cluster.evaluate(prompts.all(n), version) for m in report.metas]
-    return {
-        "eval/reward": float(np.mean([m.reward for m in metas])),
-        "eval/response_len": float(np.mean([m.response_length for m in metas])),
-        "eval/truncated": float(np.mean([m.status is Status.TRUNCATED for m in metas])),
-    }
+def evaluate(cfg: Config, args: hooks.Args, cluster: Cluster, held_out: dict[str, Prompts], version: int) -> dict[str, float]:
+    """Every dataset in whole: its metrics, and eval/reward, the mean of the datasets' mean rewards."""
+    metrics: dict[str, float] = {}
+    data: dict[str, dict[str, list[Any]]] = {}
+    for d in cfg.eval.datasets:
+        groups = held_out[d.name].all(d.n_samples_per_prompt or 1)
+        for s in (s for g in groups for s in g):
+            s.custom_rm_path, s.generate_function_path, s.session_id = d.reward, d.custom_generate, f"{d.name}-{s.group_index}"
+        done = cluster.evaluate(groups, version, d.name)
+        kept = [(report.metas, ref) for report, ref in done if not report.dropped]
+        if not kept:
+            raise VimeError(f"eval dataset {d.name}: every group was dropped: {done[0][0].dropped}", "look at its reward function")
+        metas = [m for group, _ in kept for m in group]
+        metrics |= eval_metrics(d.name, metas, d.solved if d.solved is not None else 1.0)
+        metrics |= {f"eval/{d.name}/dropped": float(len(done) - len(kept))} if len(kept) < len(done) else {}
+        if cfg.log.eval_hook:
+            truncated = [m.status is Status.TRUNCATED for m in metas]
+            samples = cluster.fetch(dict(enumerate(ref for _, ref in kept)))
+            data[d.name] = {"rewards": [m.reward for m in metas], "truncated": truncated, "samples": samples}
+    metrics["eval/reward"] = float(np.mean([metrics[f"eval/{d.name}/reward"] for d in cfg.eval.datasets]))
+    extra: dict[str, float] = {}
+    if cfg.log.eval_hook and hooks.call(cfg, "log.eval_hook", version, args, data, extra):
+        return {}
+    return metrics | extra
+
+
+def post_processed(cfg: Config, args: hooks.Args, samples: list[Sample], metas: list[SampleMeta]) -> tuple[list[SampleMeta], list[float]]:
+    """Metas with the raw rewards, and the advantages, that reward.post_process makes of a step's samples."""
+    raw, advantages = hooks.call(cfg, "reward.post_process", args, samples)
+    values = np.array([raw, advantages], dtype=np.float64)
+    if values.shape != (2, len(metas)) or not np.isfinite(values).all():
+        raise VimeError(f"reward.post_process = {cfg.reward.post_process!r}: it must return two finite numbers for each of {len(metas)} samples")
+    return [replace(m, reward=float(r)) for m, r in zip(metas, values[0])], values[1].tolist()
 
 
 def rollout_metrics(metas: list[SampleMeta], version: int, seconds: float) -> dict[str, float]:
@@ -197,7 +231,8 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 pool = Pool(cfg, cluster, prompts, start + 1)
                 if ckpt:
                     pool.restore(state, ckpt)
-                assert cluster.fleet
+                assert cluster.fleet and cluster.router
+                args = hooks.plugin_args(cfg, cluster.router.url)
                 cluster.publish(start)
                 cluster.fleet.watch()
                 interrupt.looping = True
@@ -205,7 +240,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 cluster.meanwhile = pool.pump
             console.print(f"started in {time.monotonic() - t:.0f} s; weights v{start} published to {len(cluster.fleet.urls)} engine(s)")
             if held_out and start == 0:
-                log.log(0, evaluate(cluster, held_out, cfg.eval.n_samples_per_prompt, 0))
+                log.log(0, evaluate(cfg, args, cluster, held_out, 0))
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
                 batch = pool.take()
@@ -213,8 +248,11 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
 
                 data = {f.group_index: f.data for f in batch}
                 metas = [m for f in batch for m in f.metas]
-                rewards_, groups_, rollouts_ = zip(*((m.reward, m.group_index, m.rollout_id) for m in metas), strict=True)
-                advantages = grpo(rewards_, groups_, rollouts_, cfg.algo.normalize_std).tolist()
+                if cfg.reward.post_process:
+                    metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)
+                else:
+                    rewards_, groups_, rollouts_ = zip(*((m.reward, m.group_index, m.rollout_id) for m in metas), strict=True)
+                    advantages = grpo(rewards_, groups_, rollouts_, cfg.algo.normalize_std).tolist()
                 stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
                 t2 = time.monotonic()
 
@@ -224,12 +262,14 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 if cfg.log.samples:
                     cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
                 assert cluster.fleet
-                metrics = rollout_metrics(metas, step - 1, t1 - t0) | pool.metrics() | stats
+                hook, extra, metrics = cfg.log.rollout_hook, pool.metrics(), dict(stats)
+                if not (hook and hooks.call(cfg, "log.rollout_hook", step - 1, args, cluster.fetch(data), extra, t1 - t0)):
+                    metrics |= rollout_metrics(metas, step - 1, t1 - t0) | extra
                 metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)}
                 metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
                 if held_out and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
-                    metrics |= evaluate(cluster, held_out, cfg.eval.n_samples_per_prompt, step)
+                    metrics |= evaluate(cfg, args, cluster, held_out, step)
                 metrics["perf/step_s"] = time.monotonic() - t0
                 log.log(step, metrics)
                 if step % cfg.checkpoint.interval == 0 or last:
@@ -251,7 +291,8 @@ def report(folder: Path, picture: Path) -> None:
     rows = read(folder)
     curve = [r["rollout/raw_reward"] for r in rows if "rollout/raw_reward" in r]
     evals = [r["eval/reward"] for r in rows if "eval/reward" in r]
-    console.print(f"reward, sampled while training: {curve[0]:.3f} -> {curve[-1]:.3f} (first -> last step)")
+    if curve:
+        console.print(f"reward, sampled while training: {curve[0]:.3f} -> {curve[-1]:.3f} (first -> last step)")
     if len(evals) > 1:
         console.print(f"reward, held-out prompts:       {evals[0]:.3f} -> {evals[-1]:.3f} (before -> after)")
     console.print(f"curve {picture}, metrics {folder}/metrics.jsonl, samples {folder}/samples, model {folder}/checkpoints", soft_wrap=True)

@@ -35,10 +35,21 @@ def test_numbers_of_ten_steps(tmp_path, tiny_model, reverse_prompts, tiny_server
 def test_run_folder(tmp_path, tiny_model, reverse_prompts, tiny_server):
     """Every file that the docs name is there and readable; held-out evaluation before, between and after; a failing reward is counted."""
     changes = {"reward": {"function": "tests.e2e.odd_reward:odd", "on_error": "skip"}}
-    changes |= {"eval": {"prompts": f"{reverse_prompts}@[0:8]", "interval": 2}, "train": {"steps": 3}, "log": {"tensorboard": True}}
+    changes["reward"] |= {"post_process": "tests.e2e.odd_reward:centred"}
+    changes |= {"log": {"tensorboard": True, "rollout_hook": "tests.e2e.odd_reward:note", "eval_hook": "tests.e2e.odd_reward:note_eval"}}
+    few = [{"name": "a", "prompts": f"{reverse_prompts}@[0:8]"}, {"name": "b", "prompts": f"{reverse_prompts}@[8:12]", "reward": "exact"}]
+    changes |= {"eval": {"datasets": few, "interval": 2, "n_samples_per_prompt": 4}, "train": {"steps": 3}}
+    changes |= {"weights": {"post_write": "tests.e2e.odd_reward:note_write"}, "args": {"note": str(tmp_path / "written")}}
     with job(tmp_path, tiny_model, reverse_prompts, rollout={"engines": [tiny_server]}, checkpoint={"interval": 1, "keep": 1}, **changes) as j:
         assert j.run() == 0, j.printed[-3000:]
         assert [m["step"] for m in j.metrics if "eval/reward" in m] == [0, 2, 3]
+        assert [m.get("eval/a/dropped") for m in j.metrics] == [1, None, 1, 1] and "eval/b/dropped" not in j.metrics[0]
+        for m in (j.metrics[i] for i in (0, 2, 3)):
+            assert {"eval/a/pass@4", "eval/b/pass@1", "eval/b/reward_stderr", "eval/b/truncated"} <= set(m) and m["eval/seen"] == 28 + 16
+            assert abs(m["eval/reward"] - (m["eval/a/reward"] + m["eval/b/reward"]) / 2) < 1e-9
+            assert m["eval/b/pass@1"] <= m["eval/b/pass@2"] <= m["eval/b/pass@4"]
+        assert [m.get("rollout/seen") for m in j.metrics] == [None, 64, 64, 64]
+        assert [line.split()[0] for line in (tmp_path / "written").read_text().splitlines()] == ["1", "1", "1", "1"]
         assert [m.get("rollout/dropped_reward_error") for m in j.metrics] == [None, 1, None, None]
         assert j.trained_ids() == [i for i in range(4 * 64) if i // 8 != 3][: 3 * 64]  # the next prompt took the failing one's place
         wanted = {

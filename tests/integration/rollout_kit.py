@@ -90,7 +90,7 @@ def ask(url: str, *calls: Callable):
     return asyncio.run(go())
 
 
-def run(worker: RolloutWorker, *groups: list[Sample], version: int, evaluation: bool = False):
+def run(worker: RolloutWorker, *groups: list[Sample], version: int, evaluation: str = ""):
     async def go():
         try:
             return await asyncio.gather(*(worker.run_group(g, version, evaluation=evaluation) for g in groups))

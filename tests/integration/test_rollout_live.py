@@ -53,8 +53,8 @@ def test_response_is_cut_at_the_context(stack: Stack) -> None:
 
 
 def test_greedy_evaluation_of_a_group(stack: Stack) -> None:
-    worker = stack.worker(eval={"temperature": 0.0, "max_response_len": 5})
-    ((_, samples),) = run(worker, group(3), version=stack.version, evaluation=True)
+    worker = stack.worker(eval={"temperature": 0.0, "max_response_len": 5, "datasets": [{"name": "a", "prompts": "-"}]})
+    ((_, samples),) = run(worker, group(3), version=stack.version, evaluation="a")
     assert len({tuple(s.tokens) for s in samples}) == 1 and samples[0].response_length <= 5
 
 
@@ -65,6 +65,37 @@ def test_custom_generate_with_tool_tokens(stack: Stack) -> None:
     for s in samples:
         first = s.loss_mask.index(0)
         assert s.loss_mask[first : first + 2] == [0, 0] and s.token_versions[first : first + 2] == [-1, -1]
+
+
+def test_a_rollout_may_yield_several_samples(stack: Stack) -> None:
+    """Two of them, made by hand as slime's users do; one reward for the whole group; hooks of both kinds run before it."""
+    changes = {"custom_generate": "tests.integration.plugins:two_segments"}
+    changes |= {"sample_hook": ["tests.integration.plugins:mark", "tests.integration.plugins:mark_async"]}
+    worker = stack.worker(rollout=changes, reward={"function": "tests.integration.plugins:ranks", "group": True})
+    ((report, samples),) = run(worker, group(3, at=5), version=stack.version)
+    assert [(s.group_index, s.index, s.rollout_id, s.part) for s in samples] == [(5, i, i, p) for i in (15, 16, 17) for p in (0, 1)]
+    assert len({m.index for m in report.metas}) == 6 and [m.reward for m in report.metas] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert all(s.weight_versions == [stack.version] and s.metadata["seen"] == [stack.version, False] for s in samples)
+
+
+def test_a_rollout_of_several_samples_starts_again_where_one_is_aborted(stack: Stack) -> None:
+    worker = stack.worker(rollout={"custom_generate": "tests.integration.plugins:aborted_once"})
+    ((report, samples),) = run(worker, group(2), version=stack.version)
+    assert report.continued == 1 and [(s.index, s.part, s.response_length > 0) for s in samples] == [(0, 0, True), (0, 1, True), (1, 0, True), (1, 1, True)]
+
+
+def test_a_sample_may_bring_its_own_plugins(stack: Stack) -> None:
+    samples = group(2)
+    for s in samples:
+        s.generate_function_path, s.custom_rm_path = "tests.integration.plugins:twice", "exact"
+    ((report, done),) = run(stack.worker(), samples, version=stack.version)
+    assert all(s.metadata["turns"] == 2 for s in done) and {m.reward for m in report.metas} <= {0.0, 1.0}
+
+
+def test_samples_of_one_rollout_cannot_differ_in_reward(stack: Stack) -> None:
+    changes = {"custom_generate": "tests.integration.plugins:two_segments"}
+    with pytest.raises(VimeError, match=r"samples of rollout \d have different rewards"):
+        run(stack.worker(rollout=changes, reward={"function": "tests.integration.plugins:by_part"}), group(2), version=stack.version)
 
 
 def test_failing_plugins_name_the_sample(stack: Stack) -> None:

@@ -58,6 +58,7 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["algo.correction=tis", "algo.custom_tis=m:f"], "custom_tis takes the place of correction = 'tis'"),
         (["algo.correction=icepop", "algo.tis_clip=0.4"], "tis_clip_low 0.5 is above tis_clip 0.4"),
         (["algo.use_opsm=true", "loss.custom=m:f"], "loss.custom takes the place of the policy loss"),
+        (["eval.datasets=[{name='a/b', prompts='p'}]"], "eval.datasets.0.name"),
         (["reward.function=regex"], "needs reward.pattern"),
         (["train"], "not of the form"),
         (["seed.x=1"], "seed is not a section"),
@@ -87,8 +88,20 @@ def test_overrides_are_toml_or_text(text: str, keys: list[str], value: Any) -> N
 
 
 def test_overrides_win_and_make_sections(tmp_path: Path) -> None:
-    cfg = config.load(write(tmp_path, "[train]\nlr = 1.0"), ["train.lr=2e-5", "vllm.max_num_seqs=8", "eval.prompts=e.jsonl"])
-    assert (cfg.train.lr, cfg.vllm, cfg.eval.prompts) == (2e-5, {"max_num_seqs": 8}, "e.jsonl")
+    cfg = config.load(write(tmp_path, "[train]\nlr = 1.0"), ["train.lr=2e-5", "vllm.max_num_seqs=8", "eval.datasets=[{name='e', prompts='e.jsonl'}]"])
+    assert (cfg.train.lr, cfg.vllm, cfg.eval.datasets[0].prompts) == (2e-5, {"max_num_seqs": 8}, "e.jsonl")
+
+
+def test_eval_datasets_inherit_key_by_key_and_are_named_apart() -> None:
+    two: list[dict[str, Any]] = [{"name": "a", "prompts": "a.jsonl", "temperature": 0.0}, {"name": "b", "prompts": "b.jsonl", "top_k": 5}]
+    given = {"temperature": 0.7, "n_samples_per_prompt": 4, "datasets": two}
+    a, b = config.validate(BASE | {"eval": given}, "t").eval.datasets
+    assert (a.temperature, a.top_k, a.n_samples_per_prompt, a.solved) == (0.0, -1, 4, 1.0)
+    assert (b.temperature, b.top_k, b.max_response_len) == (0.7, 5, None)
+    with pytest.raises(VimeError, match="several datasets are named a"):
+        config.validate(BASE | {"eval": {"datasets": [two[0], two[0]]}}, "t")
+    with pytest.raises(VimeError, match=r"eval\.datasets\.1\.promts: unknown key; did you mean 'prompts'"):
+        config.validate(BASE | {"eval": {"datasets": [two[0], {"name": "b", "promts": "x"}]}}, "t")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +142,8 @@ def test_the_reference_names_every_key() -> None:
     def names(model: Any) -> list[str]:
         out = []
         for name, f in model.model_fields.items():
-            out += names(f.annotation) if isinstance(f.annotation, type) and issubclass(f.annotation, config.Section) else [name]
+            section = config._section(f.annotation)
+            out += names(section) if section else [name]
         return out
 
     missing = [n for n in names(config.Config) if f"| `{n}` |" not in text]

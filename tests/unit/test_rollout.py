@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from vime.config import validate
 from vime.errors import VimeError
 from vime.rollout.engine import Engine, cause, flags
-from vime.rollout.generate import sampling_params
+from vime.rollout.generate import for_plugin, for_server, sampling_params
 from vime.rollout.http import EngineClient, EngineDown, _message, version_of
 from vime.rollout.router import Router
 from vime.rollout.worker import Slots
+
+TWO = [{"name": "a", "prompts": "a.jsonl", "top_k": 3}, {"name": "b", "prompts": "b.jsonl", "max_response_len": 2}]
+EVAL = {"temperature": 0.0, "max_response_len": 5, "datasets": TWO}
 
 
 def config(**sections: object):
@@ -22,10 +25,13 @@ def config(**sections: object):
 
 
 def test_sampling_params_of_rollout_and_evaluation() -> None:
-    cfg = config(rollout={"temperature": 0.7, "max_response_len": 9, "stop": ["x"]}, eval={"temperature": 0.0, "max_response_len": 5})
-    train, evaluation = sampling_params(cfg, False), sampling_params(cfg, True)
+    cfg = config(rollout={"temperature": 0.7, "max_response_len": 9, "stop": ["x"]}, eval=EVAL)
+    train, evaluation = sampling_params(cfg), sampling_params(cfg, "a")
     assert (train["temperature"], train["max_tokens"], train["stop"]) == (0.7, 9, ["x"]) and "stop_token_ids" not in train
-    assert (evaluation["temperature"], evaluation["max_tokens"]) == (0.0, 5)
+    assert (evaluation["temperature"], evaluation["max_tokens"], evaluation["top_k"]) == (0.0, 5, 3)
+    assert sampling_params(cfg, "b")["max_tokens"] == 2
+    assert for_server(for_plugin(train)) == train | {"skip_special_tokens": False} and "max_tokens" not in for_plugin(train)
+    assert for_server(for_plugin(train) | {"max_tokens": 4, "no_stop_trim": True, "stop": None})["max_tokens"] == 4
 
 
 def test_flags() -> None:

@@ -66,6 +66,23 @@ def test_a_round_trip_through_json_loses_nothing(prompt: list[int], tokens: list
     assert m.prompt_length + m.response_length == len(prompt) + len(tokens)
 
 
+def test_slimes_way_to_append() -> None:
+    """As the public retool and search-r1 plug-ins do it: None to start over, a list kept aside, versions from the server's answer."""
+    s = Sample(index=3, tokens=[1, 2], rollout_log_probs=None, loss_mask=[])
+    kept = s.loss_mask
+    s.append_response_tokens(None, tokens=[3], log_probs=[-0.5], meta_info={"token_versions": [4], "finish_reason": {"type": "stop"}}, text="c")
+    s.append_response_tokens(None, tokens=[8, 9], trainable=False)
+    s.append_response_tokens(None, tokens=[5], log_probs=[-1.0], meta_info={"finish_reason": {"type": "length"}})
+    assert kept is s.loss_mask and kept == [1, 0, 0, 1] and s.token_versions == [4, -1, -1, -1]
+    assert (s.status, s.response, s.effective_response_length) == (Sample.Status.TRUNCATED, "c", 2)
+    with pytest.raises(ValueError, match="sample 3: 1 trainable tokens came with no logprobs"):
+        s.append_response_tokens(None, tokens=[5])
+    assert s.response_length == 4
+    s.rollout_log_probs = None
+    with pytest.raises(ValueError, match="rollout_log_probs has 0 entries for 4"):
+        s.append_response_tokens(None, tokens=[5], log_probs=[-1.0])
+
+
 def test_meta_of_refuses_a_sample_that_is_not_whole() -> None:
     s = Sample(index=4, reward=1.0)
     s.append_tokens([1], [-1.0], versions=0)

@@ -36,36 +36,53 @@ def regex(pattern: str) -> Reward:
     return last_match
 
 
-def resolve(reward: RewardConfig) -> Reward:
-    """The function that `reward.function` names. Raises: VimeError for an unknown name, a bad path, signature or pattern."""
-    if reward.function == "exact":
+def resolve(reward: RewardConfig, function: str | None = None) -> Reward:
+    """The reward of that name or path, `reward.function` by default. Raises: VimeError for an unknown name, a bad path, signature or pattern."""
+    function = function or reward.function
+    if function == "exact":
         return exact
-    if reward.function == "regex":
+    if function == "regex":
         return regex(reward.pattern or "")
-    if reward.function == "math":
+    if function == "math":
         from vime.rewards.math import math_reward
 
         return math_reward
-    if not {":", "."} & set(reward.function):
-        raise VimeError(f"reward.function = {reward.function!r}: no such built-in", nearest(reward.function, ["math", "exact", "regex"]))
-    return hooks.load(reward.function, "reward.function", 2)
+    if not {":", "."} & set(function):
+        raise VimeError(f"reward.function = {function!r}: no such built-in", nearest(function, ["math", "exact", "regex"]))
+    return hooks.load(function, "reward.function")
 
 
 async def score(fn: Reward, args: Any, sample: Sample, timeout: float) -> float | dict[str, Any]:
-    """Call a reward; a sync function runs in a thread (which nobody can end: after `timeout` seconds it goes on, unheeded).
+    """One sample's reward: a finite float, or the function's dict unchanged.
 
-    Returns: a finite float, or the function's dict unchanged.
+    A sync function runs in a thread (which nobody can end: after `timeout` seconds it goes on, unheeded).
     Raises: VimeError after the timeout, or for a value that is neither; whatever the function raises.
     """
+    return _checked(await _call(fn, args, sample, timeout))
+
+
+async def score_group(fn: Reward, args: Any, samples: list[Sample], timeout: float) -> list[float | dict[str, Any]]:
+    """As `score`, for a function of a whole group (reward.group): one value per sample."""
+    values = list(await _call(fn, args, samples, timeout))
+    if len(values) != len(samples):
+        raise VimeError(f"{len(values)} rewards came back for {len(samples)} samples")
+    return [_checked(v) for v in values]
+
+
+async def _call(fn: Reward, args: Any, sample: Any, timeout: float) -> Any:
     try:
         async with asyncio.timeout(timeout) as limit:
             value = fn(args, sample) if inspect.iscoroutinefunction(fn) else await asyncio.to_thread(fn, args, sample)
             if inspect.isawaitable(value):
                 value = await value
+            return value
     except TimeoutError as e:
         if not limit.expired():
             raise  # the function's own
         raise VimeError(f"no reward within {timeout:g} s", "raise reward.timeout") from e
+
+
+def _checked(value: Any) -> float | dict[str, Any]:
     if isinstance(value, dict):
         return value
     try:

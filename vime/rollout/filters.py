@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from vime import hooks
 from vime.errors import VimeError, nearest
+from vime.hooks import DynamicFilterOutput
 from vime.sample import Sample
-
-
-@dataclass
-class DynamicFilterOutput:
-    """What a dynamic filter may return in place of a bool. `reason` names the counter rollout/dropped_<reason>."""
-
-    keep: bool
-    reason: str | None = None
 
 
 def nonzero_std(args: Any, samples: list[Sample], **kw: Any) -> DynamicFilterOutput:
@@ -34,7 +26,7 @@ def resolve(path: str | None) -> Callable[..., Any] | None:
         return BUILT_IN[path] if path else None
     if not {":", "."} & set(path):
         raise VimeError(f"rollout.dynamic_filter = {path!r}: no such built-in", nearest(path, list(BUILT_IN)))
-    return hooks.load(path, "rollout.dynamic_filter", 2)
+    return hooks.load(path, "rollout.dynamic_filter")
 
 
 def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> str | None:
@@ -42,9 +34,8 @@ def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> 
     if fn is None:
         return None
     try:
-        got = fn(args, samples)
+        out = hooks.keeps(fn(args, samples))
     except Exception as e:  # a plug-in may fail in any way
         what = f"{args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}: {type(e).__name__}: {e}"
         raise VimeError(f"rollout.dynamic_filter = {what}") from e
-    keep = got if isinstance(got, bool) else got.keep
-    return None if keep else getattr(got, "reason", None) or "dynamic_filter"
+    return None if out.keep else out.reason or "dynamic_filter"

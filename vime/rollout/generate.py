@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from vime.config import Config
 from vime.data import tokenizer
 from vime.errors import VimeError
+from vime.hooks import Args
 from vime.rollout.http import EngineClient
-from vime.sample import Sample, Status
+from vime.sample import FINISHED, Sample, Status
 
 T = TypeVar("T")
 EVERY_TOKEN = 2**30  # a top_k beyond any vocabulary
-STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
 class Slots:
@@ -52,15 +53,29 @@ class Link(NamedTuple):
 link: ContextVar[Link] = ContextVar("link")
 
 
-def sampling_params(cfg: Config, evaluation: bool) -> dict[str, Any]:
-    """vLLM's sampling parameters of this run, for one sample without a prompt; `max_tokens` shrinks where the context does not fit."""
+@dataclass
+class Running:
+    """The custom_generate call that runs now: its args, its session (requests of one stay on one server), and the weight versions that
+    sampled for it so far."""
+
+    args: Args
+    session: str
+    versions: set[int] = field(default_factory=set)
+
+
+running: ContextVar[Running] = ContextVar("running")
+
+
+def sampling_params(cfg: Config | Args, evaluation: str = "") -> dict[str, Any]:
+    """vLLM's sampling parameters of this run, or of its eval dataset of that name, for one sample without a prompt;
+    `max_tokens` shrinks where the context does not fit."""
     r = cfg.rollout
-    max_tokens = (cfg.eval.max_response_len or r.max_response_len) if evaluation else r.max_response_len
+    given = {d.name: d for d in cfg.eval.datasets}[evaluation] if evaluation else r
     params: dict[str, Any] = {
-        "temperature": cfg.eval.temperature if evaluation else r.temperature,
-        "top_p": r.top_p,
-        "top_k": r.top_k,
-        "max_tokens": max_tokens,
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "top_k": given.top_k,
+        "max_tokens": given.max_response_len or r.max_response_len,
         "repetition_penalty": 1.0,
     }
     if r.truncated:  # a server that returns sampling masks wants a temperature and a top_k: say greedy and "off" in those terms
@@ -69,7 +84,19 @@ def sampling_params(cfg: Config, evaluation: bool) -> dict[str, Any]:
     return params | {k: v for k, v in {"stop": r.stop, "stop_token_ids": r.stop_token_ids}.items() if v}
 
 
-async def generate_group(samples: list[Sample], cfg: Config, params: dict[str, Any]) -> None:
+def for_plugin(params: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters as slime's plug-ins know them: vLLM's, but for the name of max_new_tokens, and special tokens stay in texts."""
+    return {"skip_special_tokens": False} | {"max_new_tokens" if k == "max_tokens" else k: v for k, v in params.items()}
+
+
+def for_server(params: dict[str, Any]) -> dict[str, Any]:
+    """The way back: slime's (SGLang's) names become vLLM's. Of max_new_tokens and max_tokens the smaller one holds."""
+    out = {k: v for k, v in params.items() if k not in ("max_new_tokens", "no_stop_trim") and v is not None}
+    limits = [params[k] for k in ("max_new_tokens", "max_tokens") if params.get(k) is not None]
+    return out | ({"max_tokens": min(limits)} if limits else {})
+
+
+async def generate_group(samples: list[Sample], cfg: Config | Args, params: dict[str, Any]) -> None:
     """Generate, in place, the rest of every sample's response; those that share their tokens so far share one request with n choices.
 
     A sample that the server aborts keeps the tokens it got and has status ABORTED: generate it again to continue it, token-exact.
@@ -93,9 +120,10 @@ async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
             t.cancel()
 
 
-async def generate(args: Config, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate one sample on the running worker's servers: the default that a custom_generate plug-in can build on."""
-    await generate_group([sample], args, sampling_params)
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generate one turn of a sample on the running worker's servers: the default that a custom_generate plug-in can build on.
+    max_new_tokens counts the whole response, earlier turns included."""
+    await generate_group([sample], args, for_server(sampling_params))
     return sample
 
 
@@ -105,7 +133,7 @@ async def nap(seconds: float) -> None:
         await asyncio.wait_for(link.get().stop.wait(), seconds)
 
 
-async def _request(samples: list[Sample], cfg: Config, params: dict[str, Any]) -> None:
+async def _request(samples: list[Sample], cfg: Config | Args, params: dict[str, Any]) -> None:
     first, at = samples[0], link.get()
     # vLLM cuts silently at its context length, so the room is computed here.
     room = min(params["max_tokens"] - first.response_length, cfg.rollout.max_context_len - len(first.tokens))
@@ -126,4 +154,4 @@ async def _request(samples: list[Sample], cfg: Config, params: dict[str, Any]) -
             raise VimeError(what, "start the server with --return-sampling-mask --logprobs-mode processed_logprobs")
         s.append_tokens(c.token_ids, c.log_probs, versions=c.versions, sampling_mask=c.sampling_mask if cfg.rollout.truncated else None)
         s.response = tokenizer.load(cfg.model).decode(s.tokens[s.prompt_length :])
-        s.status = STATUS.get(c.finish_reason, Status.FAILED)
+        s.status = FINISHED.get(c.finish_reason, Status.FAILED)

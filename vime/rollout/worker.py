@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,7 +15,7 @@ from vime import hooks, rewards
 from vime.config import Config
 from vime.errors import VimeError
 from vime.rollout import filters
-from vime.rollout.generate import Link, Slots, all_of, generate_group, link, sampling_params
+from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
 from vime.rollout.http import EngineClient, EngineDown
 from vime.sample import Sample, SampleMeta, Status, meta_of
 
@@ -44,7 +46,8 @@ class RolloutWorker:
         self.cfg = cfg
         self.client = EngineClient(router_url)
         self.reward = rewards.resolve(cfg.reward)
-        self.custom = hooks.load(r.custom_generate, "rollout.custom_generate", 3) if r.custom_generate else None
+        self.args = hooks.plugin_args(cfg, router_url)
+        self.hooks = [hooks.load(path, "rollout.sample_hook") for path in r.sample_hook]
         self.filter = filters.resolve(r.dynamic_filter)
         self.slots = Slots(max(1, r.concurrency * (len(r.engines) or r.num_engines) // r.num_workers))
         self._stops: dict[int, asyncio.Event] = {}
@@ -58,8 +61,9 @@ class RolloutWorker:
     def _stop(self, wave: int) -> asyncio.Event:
         return self._stops.setdefault(wave, asyncio.Event())
 
-    async def run_group(self, samples: list[Sample], version: int, wave: int = 0, evaluation: bool = False) -> tuple[GroupReport, list[Sample]]:
-        """Generate and score one group with weights `version` or newer; the given samples stay as they are.
+    async def run_group(self, samples: list[Sample], version: int, wave: int = 0, evaluation: str = "") -> tuple[GroupReport, list[Sample]]:
+        """Generate and score one group with weights `version` or newer, for the eval dataset of that name if one is given; the given samples
+        stay as they are.
 
         Tokens that the samples hold already are kept (rollout.mask_offpolicy_prefix: but not trained), scored samples are not scored again.
         A server that fails, and tokens that older weights sampled, cost a redo of the whole group from what it held before.
@@ -75,6 +79,7 @@ class RolloutWorker:
         if report.interrupted or not all(map(finished, done)):
             report.interrupted = True
         else:
+            done = await all_of(*(self._hooked(s, version, evaluation) for s in done))
             await self._finish(done, report, stop, None if evaluation else self.filter)
         versions = [v for s in done for v, trained in zip(s.token_versions, s.loss_mask) if trained]
         report.oldest = min(versions, default=None)
@@ -96,17 +101,17 @@ class RolloutWorker:
     async def _finish(self, done: list[Sample], report: GroupReport, stop: asyncio.Event, keep: Callable[..., Any] | None) -> None:
         """Score a generated group and pass it through the dynamic filter."""
         try:
-            if await self._or_stop(all_of(*(self._score(s) for s in done)), stop) is None:
+            if await self._or_stop(self._score_all(done), stop) is None:
                 report.interrupted = True
                 return
-            report.dropped = filters.verdict(keep, self.cfg, done)
+            report.dropped = filters.verdict(keep, self.args, done)
             report.metas = [] if report.dropped else [meta_of(s, self.cfg.reward.key) for s in done]
         except RewardError as e:
             if self.cfg.reward.on_error == "raise":
                 raise VimeError(*e.args) from e
             report.dropped = "reward_error"
 
-    async def _generate_until(self, samples: list[Sample], version: int, evaluation: bool, report: GroupReport, stop: asyncio.Event) -> list[Sample]:
+    async def _generate_until(self, samples: list[Sample], version: int, evaluation: str, report: GroupReport, stop: asyncio.Event) -> list[Sample]:
         """Generate the group, redoing what fails, until every sample is finished, or `stop` is set."""
         params = sampling_params(self.cfg, evaluation)
         limit = self.cfg.rollout.request_timeout
@@ -115,7 +120,7 @@ class RolloutWorker:
         while not stop.is_set():
             try:
                 async with asyncio.timeout(give_up - time.monotonic()):
-                    done = await self._generate(copy.deepcopy(samples), params)
+                    done = await self._generate(samples, params, evaluation)
                 if stale := older_than(version, samples, done):
                     report.fenced += 1
                     last = f"weights {version} were asked for, the servers sampled with {stale} (-1: those they started with)"
@@ -138,40 +143,87 @@ class RolloutWorker:
             wait = min(2 * wait, BACKOFF[1])
         return samples
 
-    async def _generate(self, samples: list[Sample], params: dict[str, Any]) -> list[Sample]:
-        left = {i: s for i, s in enumerate(samples) if not finished(s)}  # fixed before plug-ins change samples in place
-        if self.custom is None:
-            await generate_group(list(left.values()), self.cfg, params)
-            return samples
-        done = dict(zip(left, await all_of(*(self._custom(s, params) for s in left.values()))))
-        return [done.get(i, s) for i, s in enumerate(samples)]
+    async def _generate(self, samples: list[Sample], params: dict[str, Any], evaluation: str) -> list[Sample]:
+        """The group's continuation, in order; `samples` stay as they are. A plug-in may make several samples of one: where one of these is
+        not finished, the rollout starts again from the sample it was given."""
+        work = copy.deepcopy(samples)
+        custom = {i: s.generate_function_path or self.cfg.rollout.custom_generate for i, s in enumerate(work) if not finished(s)}
+        await generate_group([work[i] for i, path in custom.items() if not path], self.cfg, params)
+        calls = {i: self._custom(path, work[i], params, evaluation) for i, path in custom.items() if path}
+        done = dict(zip(calls, await all_of(*calls.values())))
+        done = {i: out if len(out) == 1 or all(map(finished, out)) else [samples[i]] for i, out in done.items()}
+        return [s for i, given in enumerate(work) for s in done.get(i, [given])]
 
-    async def _custom(self, sample: Sample, params: dict[str, Any]) -> Sample:
-        assert self.custom
+    async def _custom(self, path: str, sample: Sample, params: dict[str, Any], evaluation: str) -> list[Sample]:
+        index, group = sample.index, sample.group_index
+        rollout = index if sample.rollout_id is None else sample.rollout_id
+        now = Running(self.args, sample.session_id or f"group-{group}")
+        running.set(now)  # of this task alone: all_of gives each call one
         try:
-            got = await self.custom(self.cfg, sample, dict(params))
-            if not isinstance(got, Sample):
-                raise TypeError(f"it returned {type(got).__name__}, not a Sample")
-            if got.status is Status.PENDING:
-                raise ValueError("it returned a sample that is still pending: set its status, ABORTED where it is to be continued")
-            got.check()
-            return got
+            fn = hooks.load(path, "rollout.custom_generate")
+            got = await fn(self.args, sample, for_plugin(params), **hooks.accepted(fn, evaluation=bool(evaluation)))
+            out = got if isinstance(got, list) else [got]
+            if not out or not all(isinstance(s, Sample) for s in out) or len({id(s) for s in out}) < len(out):
+                raise TypeError(f"it returned {got!r:.80}, not a Sample or a list of different Samples")
+            for part, s in enumerate(out):
+                if s.status is Status.PENDING:
+                    raise ValueError("it returned a sample that is still pending: set its status, ABORTED where it is to be continued")
+                s.index, s.group_index, s.rollout_id, s.part = index, group, rollout, part
+                s.loss_mask = s.loss_mask or [1] * s.response_length  # unset: all of it is the model's, as in slime
+                if now.versions:  # a plug-in may not know who sampled its tokens: of those that can be it, the oldest is on the safe side
+                    known = s.token_versions or [-1] * s.response_length
+                    s.token_versions = [min(now.versions) if trained and v < 0 else v for v, trained in zip(known, s.loss_mask)]
+                s.check()
+            return out
         except VimeError:
             raise
         except Exception as e:  # a plug-in may fail in any way
-            path = self.cfg.rollout.custom_generate
             raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {type(e).__name__}: {e}") from e
 
+    async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
+        """What rollout.sample_hook makes of the sample."""
+        for fn, path in zip(self.hooks, self.cfg.rollout.sample_hook):
+            try:
+                got = fn(self.args, sample, **hooks.accepted(fn, rollout_id=version, evaluation=bool(evaluation)))
+                got = await got if inspect.isawaitable(got) else got
+                if not isinstance(got, Sample | None):
+                    raise TypeError(f"it returned {type(got).__name__}, neither a Sample nor None")
+            except Exception as e:
+                raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {type(e).__name__}: {e}") from e
+            sample = got or sample
+        return sample
+
+    async def _score_all(self, samples: list[Sample]) -> bool:
+        """Set the rewards that custom_generate didn't. Raises RewardError naming a sample."""
+        together = [s for s in samples if self.cfg.reward.group and s.reward is None and not s.custom_rm_path]
+        if together:
+            with self._blame(together[0]):
+                values = await rewards.score_group(self.reward, self.args, together, self.cfg.reward.timeout)
+            for s, value in zip(together, values):
+                s.reward = value
+        await all_of(*(self._score(s) for s in samples))
+        of_rollout: dict[int | None, float] = {}
+        for s in samples:
+            with self._blame(s):
+                value = s.reward_value(self.cfg.reward.key)
+                if of_rollout.setdefault(s.rollout_id, value) != value:
+                    raise VimeError(f"samples of rollout {s.rollout_id} have different rewards: a rollout has one, that of its episode")
+        return True
+
     async def _score(self, sample: Sample) -> None:
-        """Set the sample's reward, unless custom_generate did. Raises RewardError naming the sample."""
+        if sample.reward is None:
+            with self._blame(sample):
+                fn = rewards.resolve(self.cfg.reward, sample.custom_rm_path) if sample.custom_rm_path else self.reward
+                sample.reward = await rewards.score(fn, self.args, sample, self.cfg.reward.timeout)
+
+    @contextmanager
+    def _blame(self, sample: Sample) -> Iterator[None]:
         try:
-            if sample.reward is None:
-                sample.reward = await rewards.score(self.reward, self.cfg, sample, self.cfg.reward.timeout)
-            sample.reward_value(self.cfg.reward.key)
+            yield
         except Exception as e:  # a reward may fail in any way
             said = e.what if isinstance(e, VimeError) else f"{type(e).__name__}: {e}"
             fix = 'reward.on_error = "skip" drops such groups'
-            raise RewardError(f"reward {self.cfg.reward.function!r} failed on {_name(sample)}: {said}", fix) from e
+            raise RewardError(f"reward {sample.custom_rm_path or self.cfg.reward.function!r} failed on {_name(sample)}: {said}", fix) from e
 
     async def close(self) -> None:
         await self.client.close()
@@ -187,8 +239,8 @@ def finished(sample: Sample) -> bool:
 
 def older_than(version: int, before: list[Sample], after: list[Sample]) -> list[int]:
     """Weight versions below `version` that sampled trained tokens which `after` has and `before` had not."""
-    held = {s.index: s.response_length for s in before}
-    new = ((v, m) for s in after for v, m in zip(s.token_versions[held.get(s.index, 0) :], s.loss_mask[held.get(s.index, 0) :]))
+    held = {s.uid: s.response_length for s in before}
+    new = ((v, m) for s in after for v, m in zip(s.token_versions[held.get(s.uid, 0) :], s.loss_mask[held.get(s.uid, 0) :]))
     return sorted({v for v, trained in new if trained and v < version})
 
 

@@ -7,7 +7,6 @@ logprob 0. Errors of these functions become a VimeError that names them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vime.errors import VimeError
+from vime.hooks import Args
 from vime.sample import Sample
 from vime.trainer.packing import Pack
 
@@ -52,7 +52,7 @@ def lists(samples: list[Sample], device: torch.device) -> dict[str, Any]:
     }
 
 
-def tis(fn: Fn, args: SimpleNamespace, batch: Pack, pg: Tensor, train: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def tis(fn: Fn, args: Args, batch: Pack, pg: Tensor, train: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """algo.custom_tis on a micro-batch: its token losses (M,), the share of each token's weight that is left (M,), its metrics (M,)."""
     known, key = lists(batch.samples, pg.device), "algo.custom_tis"
     masks = known["loss_masks"]
@@ -61,7 +61,7 @@ def tis(fn: Fn, args: SimpleNamespace, batch: Pack, pg: Tensor, train: Tensor) -
     return gather(pg, masks, key), gather(left, masks, key).float(), {k: gather(v, masks, f"{key}: {k}") for k, v in metrics.items()}
 
 
-def reduce(fn: Fn, args: SimpleNamespace, batch: Pack, pg: Tensor, left: Tensor) -> Tensor:
+def reduce(fn: Fn, args: Args, batch: Pack, pg: Tensor, left: Tensor) -> Tensor:
     """loss.custom_reducer on a micro-batch: a sum over its samples, not yet divided by the step's samples (or tokens)."""
     known, key = lists(batch.samples, pg.device), "loss.custom_reducer"
     masks = known["loss_masks"]
@@ -70,13 +70,13 @@ def reduce(fn: Fn, args: SimpleNamespace, batch: Pack, pg: Tensor, left: Tensor)
     return call(reducer, key, torch.cat(spread(pg, masks)))
 
 
-def advantages(fn: Fn, args: SimpleNamespace, batches: list[Pack], rewards: dict[int, float]) -> None:
-    """algo.custom_advantage on all micro-batches of this rank; `rewards` are the group-normalized ones, by sample index."""
+def advantages(fn: Fn, args: Args, batches: list[Pack], rewards: dict[int, float]) -> None:
+    """algo.custom_advantage on all micro-batches of this rank; `rewards` are the group-normalized ones, by uid."""
     if not (samples := [s for b in batches for s in b.samples]):
         return
     data, key = lists(samples, batches[0].ids.device), "algo.custom_advantage"
     masks = data["loss_masks"]
-    data |= {"tokens": [torch.tensor(s.tokens) for s in samples], "rewards": [rewards[s.index] for s in samples]}
+    data |= {"tokens": [torch.tensor(s.tokens) for s in samples], "rewards": [rewards[s.uid] for s in samples]}
     data |= {"raw_reward": [s.reward for s in samples], "kl": [torch.zeros(len(m), device=m.device) for m in masks]}
     for name, field in (("log_probs", "old"), ("ref_log_probs", "ref"), ("rollout_log_probs", "rollout_log_probs")):
         if getattr(batches[0], field) is not None:
@@ -89,7 +89,7 @@ def advantages(fn: Fn, args: SimpleNamespace, batches: list[Pack], rewards: dict
         b.advantages = part
 
 
-def loss(fn: Fn, args: SimpleNamespace, batch: Pack, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, dict[str, float]]:
+def loss(fn: Fn, args: Args, batch: Pack, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, dict[str, float]]:
     """loss.custom on a micro-batch: its loss divided by the step's samples, and its metrics.
 
     hidden: (sum of total lengths less one each, D), of all positions; weight: (V, D). The function gets float32 logits (1, T, V), the

@@ -84,7 +84,7 @@ class Trainer:
     def setup(self, folder: str | None = None) -> None:
         """Join the other ranks, load the model; with the folder of a checkpoint, continue from it exactly."""
         cfg = self.cfg
-        self.custom, self.args = hooks.loss_side(cfg), hooks.arguments(cfg)
+        self.custom, self.args = hooks.loss_side(cfg), hooks.plugin_args(cfg)
         self.device = init(self.rank, self.world, *self.address)
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
@@ -109,7 +109,7 @@ class Trainer:
         """The optimizer steps of rollout step `step` (the first is 1) on this rank's part of the batch: of the samples in `groups`
         those of the plan. Returns: metrics, the same on every rank."""
         start = time.monotonic()
-        samples = {s.index: s for g in groups for s in g}
+        samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
         stale = np.zeros(0)  # weight versions that each trained token is behind
         error: Exception | None = None
