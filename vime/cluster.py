@@ -254,9 +254,18 @@ class Cluster:
         self._dumps = []
         self.gather([t.call.remote("save", str(folder.resolve())) for t in self.trainers], "trainer rank")
 
+    def groups(self, refs: list[Any]) -> list[list[Sample]]:
+        """The samples themselves, for plug-ins that run in the controller. Nothing else brings them here."""
+        found = iter(self.gather([r for r in refs if not isinstance(r, list)], "group"))
+        return [r if isinstance(r, list) else next(found) for r in refs]
+
     def fetch(self, data: dict[int, Any]) -> list[Sample]:
-        """The samples themselves, by group_index: for plug-ins that run in the controller. Nothing else brings them here."""
-        return [s for group in self.gather([data[g] for g in sorted(data)], "group") for s in group]
+        """As `groups`, all samples in one list, by group_index."""
+        return [s for group in self.groups([data[g] for g in sorted(data)]) for s in group]
+
+    def put(self, group: list[Sample]) -> Any:
+        """The reference to samples that a plug-in changed."""
+        return ray.put(group)
 
     def dump(self, path: Path, data: dict[int, Any]) -> None:
         """Write a step's samples to a readable file, in a process of its own: the controller never holds them."""

@@ -58,7 +58,7 @@ class RolloutConfig(Section):
     sample_hook: list[str] = Field([], description="plug-ins: see or replace each finished sample before it is scored")
     buffer_filter: str | None = Field(None, description="plug-in: which buffered groups are continued")
     sample_filter: str | None = Field(None, description="plug-in: sets remove_sample on samples that stay in the baseline, untrained")
-    all_samples_process: str | None = Field(None, description="plug-in: sees every group of a step, filtered ones included")
+    all_samples_process: str | None = Field(None, description="plug-in: sees every group of a step's batch")
     data_postprocess: str | None = Field(None, description="plug-in: changes a step's samples before they are trained on")
     function: str | None = Field(None, description="plug-in: the whole rollout of a step")
     eval_function: str | None = Field(None, description="plug-in: the whole evaluation")
@@ -294,6 +294,8 @@ class Config(Section):
         r, t = self.rollout, self.train
         if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
             faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
+        if r.function and t.mode == "async":
+            faults.append('rollout.function generates a whole step: it needs train.mode = "sync"')
         if t.mode == "async" and t.max_staleness == 0:
             faults.append('train.mode = "async" needs train.max_staleness >= 1 (1: one-step-off)')
         if t.mode == "async" and (r.partial_rollout or r.over_sampling_batch_size or r.mask_offpolicy_prefix):

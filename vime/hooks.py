@@ -140,7 +140,7 @@ def call(cfg: Config, key: str, *args: Any) -> Any:
     (path,) = paths(cfg, key)
     fn = load(path, key)
     try:
-        return fn(*args)
+        return fn(*args, **({"evaluation": key == "rollout.eval_function"} if "evaluation=" in POINTS[key].takes else {}))
     except Exception as e:  # a plug-in may fail in any way
         raise VimeError(f"{key} = {path!r} failed: {type(e).__name__}: {e}") from e
 

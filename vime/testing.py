@@ -155,7 +155,8 @@ def check(key: str, path: str, cfg: Config | None = None, **sections: Any) -> No
     """Check the plug-in at `path` against the contract of the point `key`: signature, what it returns, what it leaves alone.
 
     `cfg` is a run's configuration; without one, `sections` say what it would: args={"max_turns": 2}, reward={"key": "score"}.
-    Of what needs a whole run (rollout.function, rollout.eval_function, rollout.all_samples_process, algo.*, loss.*) only the signature is checked. Raises: VimeError that says what is wrong.
+    Of what needs a whole run (rollout.function, rollout.eval_function, rollout.all_samples_process, algo.*, loss.*) only the signature
+    is checked. Raises: VimeError that says what is wrong.
     """
     if key not in hooks.POINTS:
         raise VimeError(f"no such point: {key!r}", f"one of: {', '.join(hooks.POINTS)}")

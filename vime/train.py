@@ -24,6 +24,7 @@ from vime.errors import VimeError
 from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
+from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool
 from vime.sample import Sample, SampleMeta, Status
 from vime.trainer.advantage import grpo
@@ -134,8 +135,10 @@ def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
     return None
 
 
-def evaluate(cfg: Config, args: hooks.Args, cluster: Cluster, held_out: dict[str, Prompts], version: int) -> dict[str, float]:
+def evaluate(cfg: Config, args: hooks.Args, cluster: Cluster, pool: Pool, held_out: dict[str, Prompts], version: int) -> dict[str, float]:
     """Every dataset in whole: its metrics, and eval/reward, the mean of the datasets' mean rewards."""
+    if cfg.rollout.eval_function:
+        return whole_evaluation(cfg, args, pool, version)
     metrics: dict[str, float] = {}
     data: dict[str, dict[str, list[Any]]] = {}
     for d in cfg.eval.datasets:
@@ -202,7 +205,8 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
     if ckpt:
         state = json.loads((ckpt / "state.json").read_text())
         start = state["step"]
-        prompts.load_state(state["prompts"])  # faults are found before anything starts
+        if not cfg.data.source:
+            prompts.load_state(state["prompts"])  # faults are found before anything starts
         if start >= cfg.train.steps:
             raise VimeError(f"{ckpt} is at step {start} of train.steps = {cfg.train.steps}: a resume would do nothing", "raise train.steps")
     (folder / "samples").mkdir(exist_ok=True)
@@ -228,22 +232,24 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
             t = time.monotonic()
             with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
                 cluster.start(ckpt)
-                pool = Pool(cfg, cluster, prompts, start + 1)
-                if ckpt:
-                    pool.restore(state, ckpt)
                 assert cluster.fleet and cluster.router
                 args = hooks.plugin_args(cfg, cluster.router.url)
+                pool = Pool(cfg, cluster, UserPrompts(cfg, args) if cfg.data.source else prompts, start + 1, args)
+                if ckpt:
+                    pool.restore(state, ckpt)
                 cluster.publish(start)
                 cluster.fleet.watch()
                 interrupt.looping = True
             if cfg.train.mode == "async":
                 cluster.meanwhile = pool.pump
             console.print(f"started in {time.monotonic() - t:.0f} s; weights v{start} published to {len(cluster.fleet.urls)} engine(s)")
-            if held_out and start == 0:
-                log.log(0, evaluate(cfg, args, cluster, held_out, 0))
+            evaluated = held_out or cfg.rollout.eval_function
+            if evaluated and start == 0:
+                log.log(0, evaluate(cfg, args, cluster, pool, held_out, 0))
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
-                batch = pool.take()
+                batch, own = whole_rollout(pool, args) if cfg.rollout.function else (pool.take(), {})
+                process_batch(pool, args, batch)
                 t1 = time.monotonic()
 
                 data = {f.group_index: f.data for f in batch}
@@ -262,14 +268,14 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 if cfg.log.samples:
                     cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
                 assert cluster.fleet
-                hook, extra, metrics = cfg.log.rollout_hook, pool.metrics(), dict(stats)
+                hook, extra, metrics = cfg.log.rollout_hook, pool.metrics() | own, dict(stats)
                 if not (hook and hooks.call(cfg, "log.rollout_hook", step - 1, args, cluster.fetch(data), extra, t1 - t0)):
                     metrics |= rollout_metrics(metas, step - 1, t1 - t0) | extra
                 metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)}
                 metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
-                if held_out and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
-                    metrics |= evaluate(cfg, args, cluster, held_out, step)
+                if evaluated and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
+                    metrics |= evaluate(cfg, args, cluster, pool, held_out, step)
                 metrics["perf/step_s"] = time.monotonic() - t0
                 log.log(step, metrics)
                 if step % cfg.checkpoint.interval == 0 or last:

@@ -29,13 +29,14 @@ def resolve(path: str | None) -> Callable[..., Any] | None:
     return hooks.load(path, "rollout.dynamic_filter")
 
 
-def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> str | None:
-    """Why the filter drops this group; None where it keeps it. Raises: VimeError naming the group where the filter fails."""
+def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> tuple[str | None, bool]:
+    """Why the filter drops this group (None where it keeps it), and whether it is a spare: taken all the same rather than drawing more.
+    Raises: VimeError naming the group where the filter fails."""
     if fn is None:
-        return None
+        return None, False
     try:
         out = hooks.keeps(fn(args, samples))
     except Exception as e:  # a plug-in may fail in any way
         what = f"{args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}: {type(e).__name__}: {e}"
         raise VimeError(f"rollout.dynamic_filter = {what}") from e
-    return None if out.keep else out.reason or "dynamic_filter"
+    return (None, False) if out.keep else (out.reason or "dynamic_filter", out.keep_when_insufficient)

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vime import hooks
 from vime.config import Config
 from vime.data.prompts import Prompts
 from vime.errors import VimeError
+from vime.rollout.plugged import UserPrompts, choose_buffered
 from vime.rollout.worker import GroupReport
-from vime.sample import SampleMeta
+from vime.sample import Sample, SampleMeta
 
 if TYPE_CHECKING:
     from vime.cluster import Cluster
@@ -36,6 +38,7 @@ class Flight:
     oldest: int  # weight version of the oldest token that will be trained; while there is none, of the weights it was started with
     metas: list[SampleMeta] = field(default_factory=list)  # once it is finished
     data: Any = None  # reference to the finished samples
+    reason: str = ""  # of a spare: why it was filtered
 
 
 def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
@@ -46,18 +49,23 @@ def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
 class Pool:
     """The groups of a run that are drawn from the prompts and not trained yet. Bulk data stays where it is: this holds references."""
 
-    def __init__(self, cfg: Config, cluster: Cluster, prompts: Prompts, step: int):
-        self.cfg, self.cluster, self.prompts = cfg, cluster, prompts
+    def __init__(self, cfg: Config, cluster: Cluster, prompts: Prompts | UserPrompts, step: int, args: hooks.Args | None = None):
+        self.cfg, self.cluster, self.prompts, self.args = cfg, cluster, prompts, args
         self.step = step  # the next one that takes a batch
         self.version = step - 1  # newest published weights
         self.waiting: list[Flight] = []  # interrupted or restored: they go on before new prompts are drawn
         self.running: dict[int, Flight] = {}
         self.ready: list[Flight] = []
+        self.spares: list[Flight] = []  # filtered out of this step's batch, unless groups run short
         self.counts: Counter[str] = Counter()  # since the last take
         self.wave = 0  # number of the current submissions, for interrupting them
         r = cfg.rollout
         self.batch, self.bound = r.batch_size, cfg.train.max_staleness
         self.target = r.over_sampling_batch_size or self.batch
+
+    def flight(self, group: list[Sample]) -> Flight:
+        versions = [v for s in group for v, trained in zip(s.token_versions, s.loss_mask) if trained]
+        return Flight(group[0].group_index, group, min(versions, default=self.version))
 
     def deadline(self, f: Flight) -> int:
         return f.oldest + self.bound + 1
@@ -68,12 +76,8 @@ class Pool:
         target = room if self.cfg.train.mode == "async" else min(self.target, room) if self.bound else self.target
         if self.cfg.train.mode == "sync" and len(self.ready) >= self.batch:
             return
-        while len(self.running) + len(self.ready) < target:
-            if self.waiting:
-                flight = self.waiting.pop(0)
-            else:
-                group = self.prompts.next(1)[0]
-                flight = Flight(group[0].group_index, group, self.version)
+        while len(self.running) + len(self.ready) + len(self.spares) < target:
+            flight = self.waiting.pop(0) if self.waiting else self.flight(self.prompts.next(1)[0])
             if self.bound == 0 or self.cfg.rollout.mask_offpolicy_prefix:
                 flight.oldest = self.version
             self.running[flight.group_index] = flight
@@ -89,7 +93,10 @@ class Pool:
         """File a group that came back from its worker."""
         for name in ("retries", "fenced", "continued"):
             self.counts[name] += getattr(report, name)
-        if report.dropped:
+        if report.spare:
+            flight.metas, flight.data, flight.reason = report.metas, data, report.dropped or ""
+            self.spares.append(flight)
+        elif report.dropped:
             self.counts[f"dropped_{report.dropped}"] += 1
         elif report.interrupted:
             self.put_back(flight, data, report.oldest)
@@ -112,6 +119,9 @@ class Pool:
     def take(self) -> list[Flight]:
         """The next step's batch, oldest first; waits until there is one that leaves the others their time. Raises: VimeError where the
         filters drop DRAWS batches' worth of groups meanwhile, or as `Cluster.check`."""
+        if self.waiting and self.cfg.rollout.buffer_filter:
+            assert self.args
+            choose_buffered(self, self.args)
         self.fill()
         while (chosen := self.choose()) is None:
             self.pump(1.0)
@@ -119,6 +129,8 @@ class Pool:
             if sum(dropped.values()) > DRAWS * self.batch:
                 raise VimeError(f"{sum(dropped.values())} groups dropped in one step: {dropped}", "look at the reward function and the filters")
         self.ready = [f for f in self.ready if f not in chosen]
+        self.counts.update(f"dropped_{f.reason}" for f in self.spares if f not in chosen)
+        self.spares = []
         if self.cfg.train.mode == "sync":
             self.interrupt()
         self.step += 1
@@ -127,7 +139,8 @@ class Pool:
     def choose(self) -> list[Flight] | None:
         """`batch` finished groups for this step, or None where there are none yet without making another one late."""
         if len(self.ready) < self.batch:
-            return None
+            short = not self.running and len(self.ready) + len(self.spares) >= self.batch
+            return self.ready + self.spares[: self.batch - len(self.ready)] if short else None
         self.ready.sort(key=lambda f: (f.oldest, f.group_index))
         chosen, rest = self.ready[: self.batch], self.ready[self.batch :]
         others = [self.deadline(f) for f in (*rest, *self.running.values(), *self.waiting)]

@@ -31,6 +31,7 @@ class GroupReport:
     group_index: int
     metas: list[SampleMeta] = field(default_factory=list)
     dropped: str | None = None
+    spare: bool = False  # dropped, unless groups run short
     interrupted: bool = False
     oldest: int | None = None  # the oldest weight version among tokens that would be trained; None: there is none
     retries: int = 0  # generations redone because a server failed
@@ -104,8 +105,8 @@ class RolloutWorker:
             if await self._or_stop(self._score_all(done), stop) is None:
                 report.interrupted = True
                 return
-            report.dropped = filters.verdict(keep, self.args, done)
-            report.metas = [] if report.dropped else [meta_of(s, self.cfg.reward.key) for s in done]
+            report.dropped, report.spare = filters.verdict(keep, self.args, done)
+            report.metas = [] if report.dropped and not report.spare else [meta_of(s, self.cfg.reward.key) for s in done]
         except RewardError as e:
             if self.cfg.reward.on_error == "raise":
                 raise VimeError(*e.args) from e
