@@ -20,6 +20,7 @@ from tests.integration.rollout_kit import LONG, PROMPT, Stack, ask, group, run, 
 from vime.config import Config
 from vime.errors import VimeError
 from vime.procs import descendants
+from vime.rollout.health import Fleet
 from vime.rollout.http import EngineClient, EngineDown
 from vime.rollout.router import Router
 from vime.sample import Sample, Status
@@ -231,10 +232,18 @@ def victims(stack: Stack) -> dict[str, int]:
 
 def test_killed_processes_are_brought_back_and_their_requests_redone(stack: Stack) -> None:
     """kill -9 of the API server, of EngineCore and of the router, each mid-generation."""
-    policy = stack.policy().publish(stack.fleet)
-    stack.fleet.watch()
+    fleet = Fleet([stack.server.url], stack.restart, stack.router)  # its own: a watch that outlives the test would go on healing
+    try:
+        killed_and_brought_back(stack, fleet)
+    finally:
+        fleet.close()
+
+
+def killed_and_brought_back(stack: Stack, fleet: Fleet) -> None:
+    policy = stack.policy().publish(fleet)
+    fleet.watch()
     for who in ("router", "api server", "engine core"):
-        pid, counts = victims(stack)[who], dict(stack.fleet.counts)
+        pid, counts = victims(stack)[who], dict(fleet.counts)
         old = descendants(stack.server.engine.pid())
         worker = stack.worker(rollout={"max_response_len": 110})
         groups = [group(8, at=i) for i in range(8)]
@@ -252,10 +261,10 @@ def test_killed_processes_are_brought_back_and_their_requests_redone(stack: Stac
         for report, samples in results:
             assert len(report.metas) == 8 and all(s.weight_versions == [policy.version] for s in samples)
         what = "router_restarts" if who == "router" else "engine_restarts"
-        assert stack.fleet.counts[what] > counts[what]
+        assert fleet.counts[what] > counts[what]
         if who != "router":
             assert not any(Path(f"/proc/{p}").exists() for p in old), "orphans of the killed server"
-        stack.fleet.check()
+        fleet.check()
 
 
 # ------------------------------------------------------------------ servers that do not start

@@ -122,9 +122,9 @@ class RolloutWorker:
             try:
                 async with asyncio.timeout(give_up - time.monotonic()):
                     done = await self._generate(samples, params, evaluation)
-                if stale := older_than(version, samples, done):
+                if foreign := others_than(version, self.cfg.train.mode == "async" and not evaluation, samples, done):
                     report.fenced += 1
-                    last = f"weights {version} were asked for, the servers sampled with {stale} (-1: those they started with)"
+                    last = f"weights {version} were asked for, the servers sampled with {foreign} (-1: those they started with)"
                 elif not all(map(finished, done)):  # aborted for a weight update, or because of `stop`: go on from the tokens it has
                     report.continued += 1
                     samples, give_up = done, time.monotonic() + limit
@@ -238,11 +238,11 @@ def finished(sample: Sample) -> bool:
     return sample.status not in (Status.PENDING, Status.ABORTED)
 
 
-def older_than(version: int, before: list[Sample], after: list[Sample]) -> list[int]:
-    """Weight versions below `version` that sampled trained tokens which `after` has and `before` had not."""
+def others_than(version: int, newer: bool, before: list[Sample], after: list[Sample]) -> list[int]:
+    """Weight versions other than `version`, or `newer` ones where these are allowed, of trained tokens that `after` has and `before` had not."""
     held = {s.uid: s.response_length for s in before}
     new = ((v, m) for s in after for v, m in zip(s.token_versions[held.get(s.uid, 0) :], s.loss_mask[held.get(s.uid, 0) :]))
-    return sorted({v for v, trained in new if trained and v < version})
+    return sorted({v for v, trained in new if trained and (v < version or (v > version and not newer))})
 
 
 def _name(sample: Sample) -> str:

@@ -121,6 +121,8 @@ class Trainer:
             stale = np.array([step - 1 - v for s in trained for v, m in zip(s.token_versions, s.loss_mask) if m])
             if stale.max(initial=0) > (bound := self.cfg.train.max_staleness):
                 raise ValueError(f"a token's weights are {stale.max()} versions old, train.max_staleness is {bound}")
+            if stale.min(initial=0) < 0:
+                raise ValueError(f"a token's weights are version {step - 1 - stale.min()}, not published yet: does another run use these servers?")
         except (KeyError, ValueError) as e:
             what = f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)
             error = VimeError(f"step {step}, trainer rank {self.rank}: {what}")
