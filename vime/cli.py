@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--resume", action="store_true", help="continue the run from its newest complete checkpoint")
     how.add_argument("--overwrite", action="store_true", help="delete the run's folder first")
 
-    about = "Check this machine: packages, servers, memory, ports. Exit code 1 where a run would fail."
+    about = "Check this machine: packages, CPU, memory, disk, proxies. Exit code 1 where a run would fail."
     d = sub.add_parser("doctor", help="check this machine", description=about)
     d.add_argument("config", nargs="?", help="also check this run's configuration, model and data")
 

@@ -105,7 +105,7 @@ class AlgoConfig(Section):
     kl_loss_coef: float = Field(0.0, ge=0, description="KL to the reference in the loss; 0 loads no reference")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     entropy_coef: float = Field(0.0, description="entropy bonus")
-    ref_model: str | None = Field(None, description="reference model folder; unset: the initial policy")
+    ref_model: str | None = Field(None, description="reference model folder; unset: model")
     correction: Literal["none", "tis", "icepop", "rollout_logprobs"] = Field(
         "none",
         description="off-policy correction: loss x exp(old - sampled logprob), clamped (tis) or 0 outside the bounds (icepop); or old = sampled",

@@ -28,9 +28,10 @@ def calculate(expression):
 
 
 async def generate(args, sample, sampling_params):
-    text, sample.metadata["calls"] = tokenizer.load(args.model), 0
-    for _ in range(args.max_calls):
-        start = len(sample.tokens)
+    text = tokenizer.load(args.model)
+    sample.metadata.setdefault("calls", 0)  # an interrupted sample comes back with its metadata
+    while sample.metadata["calls"] < args.max_calls:
+        start = sample.metadata.setdefault("start", len(sample.tokens))
         sample = await turn(args, sample, sampling_params | {"stop": ["=", "\n"]})
         said = text.decode(sample.tokens[start:])
         call = re.search(r"<calc>([^=]*)=$", said)
@@ -42,6 +43,7 @@ async def generate(args, sample, sampling_params):
             result = "error"
         sample.metadata["calls"] += 1
         sample.append_tokens(text.encode([f"{result}</calc>"], special_tokens=False)[0], trainable=False)
+        sample.metadata["start"] = len(sample.tokens)
     sample.metadata["answer"] = (re.findall(r"-?\d+", said) or [None])[-1]
     return sample
 

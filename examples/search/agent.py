@@ -18,15 +18,17 @@ def index(path):
 
 
 async def generate(args, sample, sampling_params):
-    sample = await turn(args, sample, sampling_params | {"max_new_tokens": args.turn_len})
-    found = index(args.index).get(sample.response)
-    sample.metadata["found"] = found is not None
-    if found is None or sample.status is not Status.COMPLETED:
-        return sample
     text = tokenizer.load(args.model)
-    sample.append_tokens(text.encode([f" {found}>"], special_tokens=False)[0], trainable=False)
-    start = len(sample.tokens)
-    sample = await turn(args, sample, sampling_params | {"max_new_tokens": sample.response_length + args.turn_len})
+    if "start" not in sample.metadata:  # the first turn; a sample that was interrupted in the second comes back with its metadata
+        sample = await turn(args, sample, sampling_params | {"max_new_tokens": args.turn_len})
+        found = index(args.index).get(sample.response)
+        sample.metadata["found"] = found is not None
+        if found is None or sample.status is not Status.COMPLETED:
+            return sample
+        sample.append_tokens(text.encode([f" {found}>"], special_tokens=False)[0], trainable=False)
+        sample.metadata["start"] = len(sample.tokens)
+    start = sample.metadata["start"]
+    sample = await turn(args, sample, sampling_params | {"max_new_tokens": start - sample.prompt_length + args.turn_len})
     sample.metadata["answer"] = text.decode(sample.tokens[start:])
     return sample
 
