@@ -193,8 +193,8 @@ class WeightsConfig(Section):
 class EvalSampling(Section):
     n_samples_per_prompt: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, description="0: greedy")
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="-1: off")
+    top_p: float | None = Field(None, gt=0, le=1, description="unset: as in rollout")
+    top_k: int | None = Field(None, ge=-1, description="-1: off; unset: as in rollout")
     max_response_len: int | None = Field(None, ge=1, description="unset: as in rollout")
     solved: float | None = Field(None, description="reward from which on a sample counts as solved, for pass@k")
 
@@ -216,8 +216,6 @@ class EvalConfig(EvalSampling):
     interval: int = Field(10, ge=1, description="steps between evaluations (also before the first step and after the last)")
     n_samples_per_prompt: int = Field(1, ge=1)
     temperature: float = Field(1.0, ge=0, le=2, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, description="-1: off")
     solved: float = Field(1.0, description="reward from which on a sample counts as solved, for pass@k")
     datasets: list[EvalDataset] = []
 

@@ -48,7 +48,7 @@ def group(n: int, at: int) -> list[Sample]:
     return [Sample(group_index=at, index=at * 10 + i, tokens=list(prompt), session_id=f"s{at}") for i in range(n)]
 
 
-def sample_groups(url: str, cfg, groups: list[list[Sample]], evaluation: bool = False) -> list[Sample]:
+def sample_groups(url: str, cfg, groups: list[list[Sample]], evaluation: str = "") -> list[Sample]:
     async def go():
         client = EngineClient(url)
         link.set(Link(client, Slots(64), asyncio.Event()))
@@ -80,9 +80,9 @@ def test_trainer_logprobs_over_the_support_are_the_sampled_ones(truncating: Serv
 
 def test_greedy_evaluation_and_canary_of_such_a_server(truncating: Server):
     """Both would be refused as they are sent to other servers: vLLM wants a temperature and a top_k of every request."""
-    cfg = config(truncating, top_p=0.8)
-    cfg.eval.temperature = 0.0
-    a, b, *_ = sample_groups(truncating.url, cfg, [group(2, 0)], evaluation=True)
+    tree = config(truncating, top_p=0.8).model_dump(exclude_none=True)
+    cfg = validate(tree | {"eval": {"datasets": [{"name": "held", "prompts": "p", "temperature": 0.0}]}}, "test")
+    a, b, *_ = sample_groups(truncating.url, cfg, [group(2, 0)], evaluation="held")
     assert a.tokens == b.tokens and max(a.rollout_log_probs) == min(a.rollout_log_probs) == 0.0
 
     async def canary():

@@ -96,7 +96,7 @@ def test_eval_datasets_inherit_key_by_key_and_are_named_apart() -> None:
     two: list[dict[str, Any]] = [{"name": "a", "prompts": "a.jsonl", "temperature": 0.0}, {"name": "b", "prompts": "b.jsonl", "top_k": 5}]
     given = {"temperature": 0.7, "n_samples_per_prompt": 4, "datasets": two}
     a, b = config.validate(BASE | {"eval": given}, "t").eval.datasets
-    assert (a.temperature, a.top_k, a.n_samples_per_prompt, a.solved) == (0.0, -1, 4, 1.0)
+    assert (a.temperature, a.top_k, a.n_samples_per_prompt, a.solved) == (0.0, None, 4, 1.0)
     assert (b.temperature, b.top_k, b.max_response_len) == (0.7, 5, None)
     with pytest.raises(VimeError, match="several datasets are named a"):
         config.validate(BASE | {"eval": {"datasets": [two[0], two[0]]}}, "t")

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from vime.config import validate
 from vime.errors import VimeError
 from vime.rollout.engine import Engine, cause, flags
-from vime.rollout.generate import for_plugin, for_server, sampling_params
+from vime.rollout.generate import EVERY_TOKEN, for_plugin, for_server, sampling_params
 from vime.rollout.http import EngineClient, EngineDown, _message, version_of
 from vime.rollout.router import Router
 from vime.rollout.worker import Slots
@@ -32,6 +33,15 @@ def test_sampling_params_of_rollout_and_evaluation() -> None:
     assert sampling_params(cfg, "b")["max_tokens"] == 2
     assert for_server(for_plugin(train)) == train | {"skip_special_tokens": False} and "max_tokens" not in for_plugin(train)
     assert for_server(for_plugin(train) | {"max_tokens": 4, "no_stop_trim": True, "stop": None})["max_tokens"] == 4
+
+
+def test_servers_that_return_masks_are_asked_in_their_terms(tmp_path: Path) -> None:
+    """vLLM wants a temperature and a top_k of every request then, evaluation included, which is truncated as the rollout unless told."""
+    cfg = config(rollout={"top_p": 0.9}, eval=EVAL | {"datasets": [*TWO, {"name": "c", "prompts": "c.jsonl", "temperature": 0.5}]})
+    assert Engine(cfg, 0, str(tmp_path)).arguments(1)["return_sampling_mask"] is True
+    assert "return_sampling_mask" not in Engine(config(), 0, str(tmp_path)).arguments(1)
+    seen = {name: [sampling_params(cfg, name)[k] for k in ("temperature", "top_p", "top_k")] for name in ("", "b", "c")}
+    assert seen == {"": [1.0, 0.9, EVERY_TOKEN], "b": [1.0, 0.9, 1], "c": [0.5, 0.9, EVERY_TOKEN]}
 
 
 def test_flags() -> None:

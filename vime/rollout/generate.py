@@ -73,8 +73,8 @@ def sampling_params(cfg: Config | Args, evaluation: str = "") -> dict[str, Any]:
     given = {d.name: d for d in cfg.eval.datasets}[evaluation] if evaluation else r
     params: dict[str, Any] = {
         "temperature": given.temperature,
-        "top_p": given.top_p,
-        "top_k": given.top_k,
+        "top_p": r.top_p if given.top_p is None else given.top_p,
+        "top_k": r.top_k if given.top_k is None else given.top_k,
         "max_tokens": given.max_response_len or r.max_response_len,
         "repetition_penalty": 1.0,
     }
