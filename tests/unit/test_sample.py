@@ -3,7 +3,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime.sample import Sample, Status, meta_of
@@ -13,6 +13,7 @@ maybe_ids = st.none() | ids
 call = st.tuples(ids, st.none() | st.lists(st.floats(-9, 0), max_size=6), maybe_ids | st.integers(0, 3), st.booleans())
 
 
+@settings(deadline=None)
 @given(prompt=ids, calls=st.lists(call, max_size=8))
 def test_arrays_stay_aligned_whatever_is_appended(prompt: list[int], calls: list[Any]) -> None:
     """A call either grows every array by the same number or raises and changes nothing."""
@@ -56,6 +57,7 @@ def test_a_call_that_does_not_fit_names_the_sample(kwargs: dict[str, Any], said:
         Sample(index=7).append_tokens([1, 2], **kwargs)
 
 
+@settings(deadline=None)
 @given(prompt=ids, tokens=ids, removed=st.booleans(), status=st.sampled_from(Status), reward=st.floats(-5, 5))
 def test_a_round_trip_through_json_loses_nothing(prompt: list[int], tokens: list[int], removed: bool, status: Status, reward: float) -> None:
     s = Sample(index=2, rollout_id=5, tokens=prompt, remove_sample=removed, status=status, reward={"acc": reward}, metadata={"a": [1]})
@@ -103,6 +105,7 @@ def test_reward_value() -> None:
             Sample(index=6, reward=reward).reward_value(key)
 
 
+@settings(deadline=None)
 @given(turns=st.lists(st.tuples(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=4), st.booleans()), max_size=4))
 def test_supports_stay_aligned(turns: list[tuple[list[list[int]], bool]]) -> None:
     """Tokens drawn from given ids, and tool tokens between them: offsets always say which ids belong to which token."""
