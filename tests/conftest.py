@@ -10,9 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from vime.config import Config, validate
+
+
+# No property has a time limit: on a busy machine that is no failure.
+hypothesis.settings.register_profile("vime", deadline=None)
+hypothesis.settings.load_profile("vime")
 
 
 @pytest.fixture(scope="session")
