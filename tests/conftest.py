@@ -15,7 +15,6 @@ import pytest
 
 from vime.config import Config, validate
 
-
 # No property has a time limit: on a busy machine that is no failure.
 hypothesis.settings.register_profile("vime", deadline=None)
 hypothesis.settings.load_profile("vime")
