@@ -251,7 +251,7 @@ class RayConfig(Section):
 
 
 class Config(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="the run's folder is <run_dir>/<name>")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="the run's folder is <run_dir>/<name>")
     run_dir: str = "runs"
     seed: int = 42
     model: str = Field(description="folder of a Hugging Face model (config, safetensors, tokenizer)")

@@ -130,6 +130,8 @@ def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise VimeError(f"{folder} exists already", "continue it with --resume, replace it with --overwrite, or give another name=...")
+        if not (folder / "config.toml").is_file():
+            raise VimeError(f"{folder} does not look like a run: no config.toml in it, so --overwrite leaves it alone", "give another name=...")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return None

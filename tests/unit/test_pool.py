@@ -75,6 +75,7 @@ MODES = {
     "over-sampling": {"rollout": {"over_sampling_batch_size": 2 * BATCH}},
     "partial": {"rollout": {"over_sampling_batch_size": 2 * BATCH, "partial_rollout": True}, "train": {"max_staleness": 1}},
     "partial, masked": {"rollout": {"over_sampling_batch_size": 2 * BATCH, "partial_rollout": True, "mask_offpolicy_prefix": True}},
+    "partial, far over": {"rollout": {"over_sampling_batch_size": 4 * BATCH, "partial_rollout": True}, "train": {"max_staleness": 3}},
     "one-step-off": {"train": {"mode": "async", "max_staleness": 1}},
     "async": {"train": {"mode": "async", "max_staleness": 3}},
 }

@@ -74,7 +74,7 @@ class Pool:
         """Submit waiting groups, then new ones: in sync mode up to the over-sampling target, in async mode all that the bound admits."""
         room = self.batch * (self.version + self.bound + 2 - self.step)  # what can be trained of groups that start now
         target = room if self.cfg.train.mode == "async" else min(self.target, room) if self.bound else self.target
-        if self.cfg.train.mode == "sync" and len(self.ready) >= self.batch:
+        if self.cfg.train.mode == "sync" and self.choose() is not None:
             return
         while len(self.running) + len(self.ready) + len(self.spares) < target:
             flight = self.waiting.pop(0) if self.waiting else self.flight(self.prompts.next(1)[0])
