@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from benchmarks.longtail import slow_turns
 from vime.sample import Sample
 
 
@@ -31,3 +32,12 @@ def note_eval(rollout_id, args, data, extra_metrics):
 def note_write(args, version_dir, rollout_engines):
     with Path(args.note).open("a") as f:
         f.write(f"{len(rollout_engines)} {sorted(os.listdir(version_dir))}\n")
+
+
+async def long_turns(args, sample, sampling_params):
+    """benchmarks.longtail's slow environment, for the whole length."""
+    return await slow_turns(args, sample, sampling_params | {"ignore_eos": True})
+
+
+def parity(args, sample):
+    return float(sum(sample.tokens) % 2)

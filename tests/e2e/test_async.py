@@ -8,7 +8,8 @@ import time
 from tests.e2e.harness import job
 from vime.trainer.checkpoint import latest
 
-ENV = {"rollout": {"custom_generate": "benchmarks.longtail:slow_turns"}}
+# Twenty tokens in ten short turns: at any moment many requests run, so that every update cuts some.
+ROLLOUT = {"custom_generate": "tests.e2e.odd_reward:long_turns", "max_response_len": 20, "dynamic_filter": "nonzero_std"}
 
 
 def state(j):
@@ -31,10 +32,10 @@ def check(j, steps, bound):
 
 
 def test_async_survives_its_driver_and_goes_on_as_partial_rollout(tmp_path, tiny_model, reverse_prompts, tiny_server, monkeypatch):
-    monkeypatch.setenv("LONGTAIL_MEDIAN", "0.2")
+    monkeypatch.setenv("LONGTAIL_MEDIAN", "0.1")
     monkeypatch.setenv("LONGTAIL_SIGMA", "1.0")
     changes = {"train": {"steps": 8, "mode": "async", "max_staleness": 2}, "algo": {"correction": "tis"}, "weights": {"in_flight": "abort"}}
-    changes |= {"rollout": ENV["rollout"] | {"engines": [tiny_server], "dynamic_filter": "nonzero_std"}}
+    changes |= {"rollout": ROLLOUT | {"engines": [tiny_server]}, "reward": {"function": "tests.e2e.odd_reward:parity"}}
     with job(tmp_path, tiny_model, reverse_prompts, **changes) as j:
         j.start()
         j.wait_for_step(4)
