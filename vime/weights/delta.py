@@ -104,10 +104,8 @@ def checksum(state: State) -> str:
 
 
 class Held:
-    """What a receiver keeps: the weights that it got last, whole, in checkpoint form, so that deltas can follow.
-
-    The memory is that of the last whole file, mapped; what deltas change becomes this process's own. Without deltas nothing is kept.
-    """
+    """What a receiver keeps: the weights that it got last, whole, in checkpoint form, so that deltas can follow. A copy in memory of its
+    own, since a file may be gone when the next delta comes. Nothing is kept of weights without a checksum, after which no deltas come."""
 
     def __init__(self) -> None:
         self.state: State = {}
@@ -135,7 +133,7 @@ class Held:
         self.state, self.checksum = {}, ""  # nothing half changed is ever taken for weights
         if at < len(files) - 1:
             if at < 0:
-                state, at = {name: files[0].get_tensor(name) for name in names}, 0
+                state, at = {name: files[0].get_tensor(name).clone() for name in names}, 0
             for i in range(at + 1, len(files)):
                 if heads[i].get("base") != sums[i - 1]:
                     raise ValueError(f"delta {i} of {len(files) - 1} is not of the weights before it")
