@@ -83,6 +83,7 @@ def test_what_changed_throughout_comes_whole_and_is_named():
         {"whole:a": torch.zeros(5)},
         {"whole:a": torch.zeros(4, dtype=torch.int32)},
         {"gap:a": torch.tensor([1])},
+        {"gap:a": torch.tensor([1.0]).bfloat16(), "bits:a": torch.zeros(1, dtype=torch.int32)},
         {"bits:a": torch.zeros(1, dtype=torch.int32)},
         {"gap:a": torch.tensor([1]), "bits:a": torch.zeros(1, dtype=torch.int16)},
         {"gap:a": torch.tensor([1, 2]), "bits:a": torch.zeros(1, dtype=torch.int32)},

@@ -79,6 +79,8 @@ def apply(state: State, delta: State) -> None:
                 raise ValueError(f"{key}: {value.dtype} {tuple(value.shape)} over {have.dtype} {tuple(have.shape)}")
             bits(have).copy_(bits(value))
         elif kind == "gap":
+            if value.dtype not in (torch.uint8, torch.uint16, torch.int32, torch.int64):
+                raise ValueError(f"{key}: {value.dtype} are no positions")
             gaps, new = value.numpy(), delta.get(f"bits:{name}")
             at = np.cumsum(gaps, dtype=np.int64)
             if new is None or new.dtype != bits(have).dtype or new.shape != at.shape:
