@@ -237,16 +237,27 @@ class Cluster:
         ]
         return self.gather(refs, "trainer rank")[0]
 
-    def publish(self, version: int) -> None:
-        """Trainer -> servers: weights `version`, proven by fence and canary."""
-        path, canary = self.gather([t.call.remote("publish", version) for t in self.trainers], "trainer rank")[0]
-        assert self.fleet
-        tol = self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg) == "float32" else 0.25)
-        if self.cfg.weights.post_write:
-            assert self.router
-            args = hooks.plugin_args(self.cfg, self.router.url)
-            hooks.call(self.cfg, "weights.post_write", args, str(Path(path).parent), list(self.fleet.urls))
-        self.fleet.publish(version, path, canary if self.cfg.weights.canary else None, tol)
+    def publish(self, version: int) -> dict[str, float]:
+        """Trainer -> servers: weights `version`, proven by fence and canary. Returns metrics of what was sent."""
+        fleet, tol = self.fleet, self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg) == "float32" else 0.25)
+        assert fleet
+        with fleet.lock:  # while a server is healed, the trainer must not go on from the weights that it is healed with
+            new, canary = self.gather([t.call.remote("publish", version) for t in self.trainers], "trainer rank")[0]
+            if self.cfg.weights.post_write:
+                assert self.router
+                args = hooks.plugin_args(self.cfg, self.router.url)
+                hooks.call(self.cfg, "weights.post_write", args, str(Path(new.path).parent), list(fleet.urls))
+            proof = canary if self.cfg.weights.canary else None
+            fleet.publish(version, new.path, proof, tol, new.deltas, lambda: self.whole(version))
+        return new.metrics | ({"weights/delta_refused": float(fleet.delta_refused)} if self.cfg.weights.delta else {})
+
+    def whole(self, version: int) -> str:
+        """Ask the trainer for weights `version` as one file; its path. Any thread may call this."""
+        ref = self.trainers[0].call.remote("whole", version)
+        try:
+            return str(ray.get(ref))
+        except (*DEAD, rex.RayTaskError):
+            raise self.blame([ref], "trainer rank") from None
 
     def save(self, folder: Path) -> None:
         """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first."""

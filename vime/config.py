@@ -181,10 +181,14 @@ class ParallelConfig(Section):
 
 
 class WeightsConfig(Section):
+    """Weights from trainer to servers, see docs/weights.md."""
+
     transport: Literal["shm", "file"] = Field("shm", description="shm: safetensors in /dev/shm; file: in the run folder (several hosts)")
     in_flight: Literal["keep", "abort"] = Field(
         "keep", description="requests that run during an update: keep them in the server, or abort and continue them, token-exact"
     )
+    delta: bool = Field(False, description="publish only the elements that changed; servers keep a copy and check the result's checksum")
+    delta_full_every: int | None = Field(None, ge=2, description="with delta: every how many versions one is published whole; unset: 20")
     post_write: str | None = Field(None, description="plug-in: called when new weights are written, before the servers load them")
     canary: bool = Field(True, description="after each publish compare the servers' logprobs of a fixed prompt with the trainer's")
     canary_tol: float | None = Field(None, gt=0, description="largest mean |difference| accepted; unset: 1e-3 in float32, 0.25 in bfloat16")
@@ -304,6 +308,8 @@ class Config(Section):
         if t.max_staleness and not (corrected or self.loss.custom):
             stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
             faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
+        if self.weights.delta_full_every and not self.weights.delta:
+            faults.append("weights.delta_full_every has no meaning without weights.delta: every version is published whole")
         if self.loss.custom and (corrected or self.algo.use_opsm or self.loss.custom_reducer):
             faults.append("loss.custom takes the place of the policy loss: leave out algo.correction, custom_tis, use_opsm and loss.custom_reducer")
         if faults:

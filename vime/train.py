@@ -29,6 +29,7 @@ from vime.rollout.pool import GROUPS, Pool
 from vime.sample import Sample, SampleMeta, Status
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
+from vime.weights import server_dtype
 
 if TYPE_CHECKING:
     from vime.cluster import Cluster
@@ -92,6 +93,9 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
             attempt(f"eval dataset {d.name}: ", hooks.load, d.custom_generate, "rollout.custom_generate")
     attempt("", rewards.resolve, cfg.reward)
     attempt("", filters.resolve, cfg.rollout.dynamic_filter)
+    if cfg.weights.delta and attempt("", server_dtype, cfg) == "float32":
+        what = "weights.delta saves nothing with servers in float32: a step changes nearly every element"
+        faults.append(f'{what}; set train.dtype or vllm.dtype = "bfloat16", or leave it out')
     attempt("", hooks.plugin_args, cfg)
     for key in sorted(set(hooks.POINTS) - {"reward.function", "rollout.dynamic_filter"}):
         for path in hooks.paths(cfg, key):
@@ -264,7 +268,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
                 t2 = time.monotonic()
 
-                cluster.publish(step)
+                sent = cluster.publish(step)
                 pool.version = step
                 t3 = time.monotonic()
                 if cfg.log.samples:
@@ -273,7 +277,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
                 hook, extra, metrics = cfg.log.rollout_hook, pool.metrics() | own, dict(stats)
                 if not (hook and hooks.call(cfg, "log.rollout_hook", step - 1, args, cluster.fetch(data), extra, t1 - t0)):
                     metrics |= rollout_metrics(metas, step - 1, t1 - t0) | extra
-                metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)}
+                metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)} | sent
                 metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
                 if evaluated and (step % cfg.eval.interval == 0 or step == cfg.train.steps):

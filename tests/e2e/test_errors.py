@@ -13,6 +13,7 @@ BAD = {
     "missing model": ({"model": "no/such/model"}, ["no/such/model", "vime model get"]),
     "missing data": ({"data": {"prompts": "no/such.jsonl"}}, ["data.prompts", "no/such.jsonl"]),
     "reward that is not there": ({"reward": {"function": "math.no_such"}}, ["reward.function", "no_such"]),
+    "delta in float32": ({"weights": {"delta": True}}, ["weights.delta", "float32", "vllm.dtype"]),
     "batch not divisible": ({"train": {"global_batch_size": 7}}, ["train.global_batch_size", "64"]),
 }
 

@@ -25,8 +25,9 @@ def test_run_folder(tmp_path, tiny_model, reverse_prompts, tiny_server):
     changes["reward"] |= {"post_process": "tests.e2e.odd_reward:centred"}
     changes |= {"log": {"tensorboard": True, "rollout_hook": "tests.e2e.odd_reward:note", "eval_hook": "tests.e2e.odd_reward:note_eval"}}
     few = [{"name": "a", "prompts": f"{reverse_prompts}@[0:8]"}, {"name": "b", "prompts": f"{reverse_prompts}@[8:12]", "reward": "exact"}]
-    changes |= {"eval": {"datasets": few, "interval": 2, "n_samples_per_prompt": 4}, "train": {"steps": 3}}
-    changes |= {"weights": {"post_write": "tests.e2e.odd_reward:note_write"}, "args": {"note": str(tmp_path / "written")}}
+    changes |= {"eval": {"datasets": few, "interval": 2, "n_samples_per_prompt": 4}, "train": {"steps": 3, "lr": 1e-6}}
+    weights = {"post_write": "tests.e2e.odd_reward:note_write", "delta": True, "delta_full_every": 2}
+    changes |= {"weights": weights, "vllm": {"dtype": "bfloat16"}, "args": {"note": str(tmp_path / "written")}}
     with job(tmp_path, tiny_model, reverse_prompts, rollout={"engines": [tiny_server]}, checkpoint={"interval": 1, "keep": 1}, **changes) as j:
         assert j.run() == 0, j.printed[-3000:]
         assert [m["step"] for m in j.metrics if "eval/reward" in m] == [0, 2, 3]
@@ -44,6 +45,9 @@ def test_run_folder(tmp_path, tiny_model, reverse_prompts, tiny_server):
             "train/grad_norm", "train/logprob_abs_diff", "perf/rollout_s", "perf/train_s", "perf/step_s", "weights/sync_s",
         }  # fmt: skip
         assert wanted <= set(j.metrics[-1])
+        rows = j.metrics[1:]  # versions 0 and 2 are whole
+        assert [m["weights/delta_fraction"] < 0.1 for m in rows] == [True, False, True] and rows[-1]["weights/delta_refused"] == 0
+        assert all(0 < m["weights/changed_fraction"] < 0.03 and m["weights/full_bytes"] > 1e6 for m in rows)
         assert config.load(j.folder / "config.toml").train.steps == 3
         assert (j.folder / "reward.png").read_bytes()[:4] == b"\x89PNG"
         assert list((j.folder / "checkpoints").iterdir()) == [j.folder / "checkpoints" / "step_000003"]

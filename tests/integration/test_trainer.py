@@ -213,7 +213,8 @@ def test_publish_writes_whole_weights_and_a_true_canary(tmp_path, tied):
     with one_rank(cfg) as t:
         train_once(t, cfg, 1, make_batch(13))
         for version in range(4):
-            path, canary = t.publish(version)
+            files, canary = t.publish(version)
+        path = files.path
         published = load_file(path)
         assert ("lm_head.weight" in published) is not tied
         close(published, weights(t), 0)

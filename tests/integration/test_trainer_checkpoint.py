@@ -143,12 +143,12 @@ def test_disk_full_while_saving_leaves_the_old_checkpoint(tmp_path, where):
 def test_no_room_for_published_weights(tmp_path):
     cfg = make_cfg(make_model(tmp_path / "m"), tmp_path)
     with one_rank(cfg) as t:
-        path, _ = t.publish(0)
+        path = t.publish(0)[0].path
         before = Path(path).read_bytes()
         with file_size_limit(len(before) // 2), pytest.raises(VimeError, match="weights v1 could not be written"):
             t.publish(1)
         assert [p.name for p in location(cfg).iterdir()] == ["v0.safetensors"] and Path(path).read_bytes() == before
-        assert Path(t.publish(1)[0]).exists()
+        assert Path(t.publish(1)[0].path).exists()
 
 
 def test_partial_checkpoints_are_never_the_latest(tmp_path):

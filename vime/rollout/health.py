@@ -24,6 +24,8 @@ class Weights(NamedTuple):
     path: str
     canary: Canary | None
     tol: float
+    deltas: tuple[str, ...] = ()  # to lay over `path`, in order
+    whole: Callable[[], str] | None = None  # makes one file of them, for servers that refuse the deltas
 
 
 class Fleet:
@@ -36,11 +38,12 @@ class Fleet:
     def __init__(self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep"):
         self.urls, self.restart, self.router, self.in_flight = urls, restart, router, in_flight
         self.counts = {"engine_restarts": 0, "router_restarts": 0}
+        self.delta_refused = 0
         self._clients = [EngineClient(u) for u in urls]
         self._current: Weights | None = None
         self._slow = [0] * len(urls)
         self._error: VimeError | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
@@ -72,14 +75,23 @@ class Fleet:
 
         self._run(every())
 
-    def publish(self, version: int, path: str, canary: Canary | None, tol: float = 1e-3) -> None:
-        """Bring weights `version`, the safetensors at `path`, to every server, one that dies meanwhile included, and prove that they took.
+    def publish(
+        self,
+        version: int,
+        path: str,
+        canary: Canary | None,
+        tol: float = 1e-3,
+        deltas: tuple[str, ...] = (),
+        whole: Callable[[], str] | None = None,
+    ) -> None:
+        """Bring weights `version`, the safetensors at `path` under `deltas`, to every server, one that dies meanwhile included, and prove
+        that they took. Servers read only what they have not; one that refuses a delta gets the file that `whole()` makes.
 
         Raises: VimeError, one line naming engine and URL, where a server refuses the weights (it then serves the last good ones), where its
         logprobs of the canary differ by more than `tol` on average, or where it can't be brought back.
         """
-        wanted = Weights(version, path, canary, tol)
-        with self._lock:
+        wanted = Weights(version, path, canary, tol, deltas, whole)
+        with self.lock:
             faults = self._run(self._apply_all(wanted))
             refused = [e for e in faults if e and not isinstance(e, EngineDown)]
             for i, e in enumerate(faults):
@@ -108,11 +120,14 @@ class Fleet:
         await c.pause(self.in_flight)
         await c.post(START)
         try:
-            await c.post(UPDATE, {"update_info": {"path": w.path}}, timeout=1800)
+            await c.post(UPDATE, {"update_info": {"path": w.path, "deltas": w.deltas}}, timeout=1800)
         except EngineDown as e:
             if UNTOUCHED not in e.what:
                 raise
             await c.post(RESUME)
+            if w.deltas and w.whole:
+                self.delta_refused += 1
+                return await self._apply(i, w._replace(path=await asyncio.to_thread(w.whole), deltas=()))
             said = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
             raise VimeError(f"{at}: {w.path}{said}", "it keeps the weights it had") from e
         await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
@@ -171,7 +186,7 @@ class Fleet:
             try:
                 for i in range(len(self.urls)):
                     if self._run(self._state(i)) != self._version():
-                        with self._lock:
+                        with self.lock:
                             self._mend(i)
                 if self.router and not self.router.alive():
                     self._mend_router()

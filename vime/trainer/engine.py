@@ -26,8 +26,8 @@ from vime.trainer.batch import Item, RankPlan
 from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
-from vime.weights import Canary, location
-from vime.weights.publish import canary_tokens, publish
+from vime.weights import Canary, Published, location
+from vime.weights.publish import Publisher, canary_tokens
 
 
 def learning_rate(step: int, cfg: TrainConfig) -> float:
@@ -102,6 +102,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW([decayed, plain], lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
         if folder:
             state.load_rank(Path(folder), self.model, self.optimizer)
+        self.publisher = Publisher(cfg, self.rank)
         if self.rank == 0:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
 
@@ -292,14 +293,18 @@ class Trainer:
         self.optimizer.zero_grad()
         return norm
 
-    def publish(self, version: int) -> tuple[str, Canary]:
-        """Write weights `version` for the servers. Returns the file and the canary that proves that they took."""
-        path = publish(self.model, self.cfg, version, self.rank)
+    def publish(self, version: int) -> tuple[Published | None, Canary]:
+        """Write weights `version` for the servers. Returns the files, on rank 0, and the canary that proves that the servers took them."""
+        published = self.publisher.publish(self.model, version)
         tokens = canary_tokens(self.model.config.get_text_config().vocab_size)
         n = len(tokens) - 1
         probe = Sample(tokens=tokens, response_length=n, loss_mask=[1] * n, rollout_log_probs=[0.0] * n)
         batch = pack([Item(0, 0, 0.0, 0.0)], {0: probe}).to(self.device)
-        return path, Canary(tokens, self.log_probs(self.model, batch, 1.0).tolist())
+        return published, Canary(tokens, self.log_probs(self.model, batch, 1.0).tolist())
+
+    def whole(self, version: int) -> str:
+        """See Publisher.whole. Not a collective: for rank 0."""
+        return self.publisher.whole(version)
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write)."""

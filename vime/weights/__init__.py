@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from vime.config import Config
 from vime.errors import VimeError
@@ -17,6 +18,14 @@ class Canary:
 
     token_ids: list[int]
     log_probs: list[float]
+
+
+class Published(NamedTuple):
+    """Weights of one version as files: a whole one and the deltas to lay over it, none unless weights.delta is set."""
+
+    path: str
+    deltas: tuple[str, ...]
+    metrics: dict[str, float]  # weights/bytes of the newest file, weights/full_bytes, ...
 
 
 def location(cfg: Config) -> Path:

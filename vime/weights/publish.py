@@ -1,8 +1,9 @@
-"""Sending side: whole weights as one safetensors file that servers read, in shared memory or in the run's folder."""
+"""Sending side: weights as safetensors files that servers read, in shared memory or in the run's folder; whole, or as deltas."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -12,32 +13,94 @@ from transformers import PreTrainedModel
 from vime.config import Config
 from vime.errors import VimeError
 from vime.trainer.parallel import agree, full_tensors
-from vime.weights import location, server_dtype
+from vime.weights import Published, delta, location, server_dtype
 
-KEEP = 2  # a server that reads the previous version while the next one appears must still find it
+FULL_EVERY = 20
 CANARY_LENGTH = 24
 
 
-def publish(model: PreTrainedModel, cfg: Config, version: int, rank: int) -> str:
-    """Write weights `version` under Hugging Face names (tied copies left out) and drop versions older than the previous one. A
-    collective. The file appears whole or not at all; without room for it every rank raises VimeError. Returns: its path, on every rank."""
-    folder = location(cfg)
-    path, error = folder / f"v{version}.safetensors", None
-    tensors = full_tensors(model, getattr(torch, server_dtype(cfg)))
-    if rank == 0:
+class Publisher:
+    """Writes the versions of one run's weights. Each rank has one; rank 0's writes, and with weights.delta keeps a copy of what it
+    published last, in the servers' dtype. A version's files stay until the version after the next one is written."""
+
+    def __init__(self, cfg: Config, rank: int):
+        self.cfg, self.rank, self.folder = cfg, rank, location(cfg)
+        self.chain: list[Path] = []  # of the newest version: a whole file, then deltas
+        self.version = -1
+        self.last: delta.State = {}
+        self.checksum = ""
+
+    def publish(self, model: PreTrainedModel, version: int) -> Published | None:
+        """Write weights `version` under Hugging Face names (tied copies left out). A collective. A file appears whole or not at all;
+        without room for it every rank raises VimeError. Returns: the files, on rank 0."""
+        tensors = full_tensors(model, getattr(torch, server_dtype(self.cfg)))
+        out, error = None, None
+        if self.rank == 0:
+            try:
+                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version)
+            except VimeError as e:
+                error = e
+        agree(error)
+        return out
+
+    def write(self, tensors: delta.State, version: int) -> Published:
+        """As publish, for weights that are whole and on the CPU."""
+        before, full = self.chain, delta.size(tensors)
+        metrics = {"weights/full_bytes": float(full)}
+        if not self.cfg.weights.delta:
+            self.chain = [self.save(version, tensors, {})]
+        else:
+            change, base = None, self.checksum
+            if delta.same_form(self.last, tensors):
+                change = delta.make(self.last, tensors)
+                delta.apply(self.last, change.tensors)
+                metrics["weights/changed_fraction"] = change.changed / max(1, sum(t.numel() for t in tensors.values()))
+                metrics["weights/delta_whole_tensors"] = float(len(change.whole))
+            else:
+                self.last = {k: t.clone() for k, t in tensors.items()}
+            self.checksum, self.version = delta.checksum(self.last), version
+            head = {"checksum": self.checksum, "version": str(version)}
+            try:
+                # A server that starts anew reads the whole chain, so the deltas in it together stay smaller than whole weights.
+                if change and len(before) < (self.cfg.weights.delta_full_every or FULL_EVERY) and change.size + on_disk(before[1:]) < full:
+                    self.chain = [*before, self.save(version, change.tensors, head | {"base": base}, "-delta")]
+                else:
+                    self.chain = [self.save(version, self.last, head)]
+            except VimeError:
+                self.last = {}  # no server has seen these: the next version must be whole
+                raise
+        for old in self.folder.glob("v*.safetensors"):
+            if old not in self.chain and old not in before:
+                old.unlink()
+        sent = on_disk(self.chain[-1:])
+        metrics |= {"weights/bytes": float(sent), "weights/delta_fraction": sent / max(1, full)}
+        return Published(str(self.chain[0]), tuple(str(p) for p in self.chain[1:]), metrics)
+
+    def whole(self, version: int) -> str:
+        """Weights `version`, the newest, as one file, on rank 0 alone: for servers that refuse their deltas. Returns its path."""
+        path = self.folder / f"v{version}.safetensors"
+        if not path.exists():
+            if version != self.version or not self.last:
+                raise VimeError(f"weights v{version} are wanted whole, but the trainer holds v{self.version}")
+            self.chain = [self.save(version, self.last, {"checksum": self.checksum, "version": str(version)})]
+        return str(path)
+
+    def save(self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "") -> Path:
+        path = self.folder / f"v{version}{kind}.safetensors"
         partial = path.with_suffix(".tmp")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"format": "pt"})
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, partial, metadata={"format": "pt"} | head)
             os.replace(partial, path)
-            for old in sorted(folder.glob("v*.safetensors"), key=lambda p: p.stat().st_mtime_ns)[:-KEEP]:
-                old.unlink()
         except (OSError, SafetensorError) as e:
             partial.unlink(missing_ok=True)
-            fix = 'free some, or set weights.transport = "file"' if cfg.weights.transport == "shm" else "free some space"
-            error = VimeError(f"weights v{version} could not be written to {folder}: {e}", fix)
-    agree(error)
-    return str(path)
+            fix = 'free some, or set weights.transport = "file"' if self.cfg.weights.transport == "shm" else "free some space"
+            raise VimeError(f"weights v{version} could not be written to {self.folder}: {e}", fix) from e
+        return path
+
+
+def on_disk(files: list[Path]) -> int:
+    return sum(f.stat().st_size for f in files)
 
 
 def canary_tokens(vocab_size: int) -> list[int]:

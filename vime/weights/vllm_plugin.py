@@ -1,20 +1,23 @@
 """The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). The only file that imports vLLM.
 
-An update names a .safetensors file with the whole model under checkpoint names. A file in /dev/shm costs no copy: it is mapped.
+An update names a .safetensors file with the whole model under checkpoint names, and deltas to lay over it (vime/weights/delta.py). A file
+in /dev/shm costs no copy: it is mapped. After a delta, too, the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
+few elements of a tensor have no place of their own in it.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from vime.weights import UNTOUCHED
+from vime.weights.delta import Held
 
 
 @dataclass
@@ -25,6 +28,7 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     path: str = ""
+    deltas: list[str] = field(default_factory=list)
 
 
 class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -34,6 +38,10 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     _begun = False
 
+    def __init__(self, *args: Any, **kw: Any):
+        super().__init__(*args, **kw)
+        self._held = Held()
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
@@ -42,20 +50,17 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @torch.no_grad()
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises ValueError beginning with UNTOUCHED for a file that can't be read, and without it where the model is half loaded."""
+        """Raises ValueError beginning with UNTOUCHED for files that can't be read or taken, without it where the model is half loaded."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        try:  # opening checks header and length, so a missing or cut file is found before the model is touched
-            file = safe_open(update_info.path, framework="pt", device="cpu")
-            if not (names := file.keys()):
-                raise FileNotFoundError("no tensors in it")
-        except (OSError, SafetensorError) as e:
+        try:  # a missing, cut or foreign file is found before the model is touched
+            weights = self._held.read(update_info.path, update_info.deltas)
+        except (OSError, SafetensorError, ValueError) as e:
             raise ValueError(f"{UNTOUCHED}: {type(e).__name__}: {e}") from e
         expected = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
         self._begun = True
-        with file:
-            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in names)  # type: ignore[operator]
+        loaded = self.model.load_weights(weights)  # type: ignore[operator]
         if loaded is not None and (missing := sorted(expected - set(loaded))):
             raise ValueError(f"no weights for {len(missing)} parameters: {', '.join(missing[:5])}")
 

@@ -1,0 +1,100 @@
+"""Which files the trainer writes, and how long they stay."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from vime import config
+from vime.errors import VimeError
+from vime.weights import Published, delta
+from vime.weights.publish import Publisher
+
+
+class Run:
+    """A publisher and the weights that it gets: a step changes `share` of them."""
+
+    def __init__(self, folder: Path, share: float = 0.01, **weights: object):
+        tree = {"model": "-", "run_dir": str(folder), "data": {"prompts": "-"}, "weights": {"transport": "file"} | weights}
+        self.publisher, self.share = Publisher(config.validate(tree, "test"), 0), share
+        self.weights = {"a": torch.randn(300, 100).bfloat16(), "b": torch.randn(5)}
+        self.version = -1
+
+    def publish(self) -> Published:
+        self.version += 1
+        self.weights["a"][torch.rand(300, 100) < self.share] *= 1.5
+        return self.publisher.write(self.weights, self.version)  # the same tensors each time, changed in place, as a trainer's may be
+
+    def files(self) -> list[str]:
+        return sorted(os.listdir(self.publisher.folder), key=lambda name: int(name[1:].split(".")[0].split("-")[0]))
+
+    def check(self, new: Published) -> None:
+        state = dict(delta.Held().read(new.path, new.deltas))
+        assert delta.checksum(state) == delta.checksum(self.weights)
+
+
+def test_whole_weights_replace_each_other(tmp_path):
+    run = Run(tmp_path)
+    for v in range(3):
+        new = run.publish()
+        run.check(new)
+        size = os.path.getsize(new.path)
+        assert new.deltas == () and new.metrics == {"weights/full_bytes": 60020, "weights/bytes": size, "weights/delta_fraction": size / 60020}
+        assert run.files() == [f"v{i}.safetensors" for i in range(max(0, v - 1), v + 1)]
+    assert run.publisher.last == {}
+
+
+def test_every_kth_version_is_whole_and_no_file_goes_that_may_be_read(tmp_path):
+    run, before = Run(tmp_path, delta=True, delta_full_every=3), []
+    for v in range(8):
+        new = run.publish()
+        run.check(new)
+        assert len(new.deltas) == v % 3
+        now = [new.path, *new.deltas]
+        assert set(run.files()) == {os.path.basename(f) for f in [*before, *now]}
+        assert os.path.basename(now[-1]) == (f"v{v}-delta.safetensors" if v % 3 else f"v{v}.safetensors")
+        assert (new.metrics["weights/delta_fraction"] < 0.1) == bool(v % 3) and new.metrics["weights/bytes"] == os.path.getsize(now[-1])
+        assert v == 0 or 0.005 < new.metrics["weights/changed_fraction"] < 0.015
+        before = now
+
+
+def test_deltas_never_add_up_to_whole_weights(tmp_path):
+    run = Run(tmp_path, share=0.1, delta=True, delta_full_every=100)
+    lengths = []
+    for _ in range(8):
+        new = run.publish()
+        lengths.append(len(new.deltas))
+        assert sum(os.path.getsize(d) for d in new.deltas) < 60020
+    assert lengths == [0, 1, 2, 3, 4, 5, 6, 0]  # 0.1 x 30,000 x (1 + 2) bytes = 9 kB each, and a header
+    run.share = 1.0
+    new = run.publish()
+    run.check(new)
+    assert new.metrics["weights/delta_whole_tensors"] == 1 and new.metrics["weights/changed_fraction"] > 0.99
+
+
+def test_whole_weights_on_demand_and_after_a_failure(tmp_path, monkeypatch):
+    run = Run(tmp_path, delta=True)
+    run.publish()
+    assert len(run.publish().deltas) == 1
+    path = run.publisher.whole(1)
+    run.check(Published(path, (), {}))
+    assert run.publisher.whole(1) == path
+    new = run.publish()
+    assert new.path == path and len(new.deltas) == 1  # the next delta is laid over it
+    assert run.files() == ["v1.safetensors", "v2-delta.safetensors"]
+    for version in (0, 3):
+        with pytest.raises(VimeError, match=f"v{version} are wanted whole, but the trainer holds v2"):
+            run.publisher.whole(version)
+
+    def full(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "replace", full)
+        with pytest.raises(VimeError, match=r"weights v3 could not be written.*No space left"):
+            run.publish()
+    assert run.files() == ["v1.safetensors", "v2-delta.safetensors"]
+    new = run.publish()
+    run.check(new)
+    assert new.deltas == ()
