@@ -1,4 +1,4 @@
-"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). The only file that imports vLLM.
+"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). Only vllm_*.py here import vLLM.
 
 An update names a .safetensors file with the whole model under checkpoint names. A file in /dev/shm costs no copy: it is mapped.
 """
@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from vime.weights import UNTOUCHED
+from vime.weights.vllm_routing import return_routed_experts
 
 
 @dataclass
@@ -149,3 +150,4 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine("vime", FileWeightTransferEngine)
     _fix_moe_reload()
     _return_sampling_masks()
+    return_routed_experts()
