@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from vime.config import Config, validate
 from vime.errors import VimeError
 from vime.model import CHARS, _char_tokenizer
 from vime.rollout.engine import Engine
+from vime.rollout.http import Choice, EngineClient
 from vime.sample import Sample, Status
 from vime.trainer.batch import Item
 from vime.trainer.packing import Pack, pack
@@ -119,6 +120,17 @@ def test_every_choice_comes_with_the_experts_of_its_prompt_too(moe: Stack, folde
     assert np.array_equal(first[0].routed_experts[:64], second[-1].routed_experts[:64]), "two whole blocks come from the cache"
 
 
+async def during(moe: Stack, work: Callable[[], None]) -> list[Choice]:
+    """Sixteen long responses that are sampled while `work` runs."""
+    client = EngineClient(moe.url)
+    running = asyncio.create_task(client.generate(PROMPT, {"n": 16, "max_tokens": 110, "temperature": 2.0, "ignore_eos": True}))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(work)
+    choices = await running
+    await client.close()
+    return choices
+
+
 def test_replayed_logprobs_are_the_sampled_ones_and_others_are_not(moe: Stack) -> None:
     """In the state the weights were published in, with noise on the trainer's routers, and after a step that the server took over."""
     cfg = moe.server.cfg
@@ -147,7 +159,10 @@ def test_replayed_logprobs_are_the_sampled_ones_and_others_are_not(moe: Stack) -
             s.reward = float(s.index % 2)
         m = train_once(t, cfg, 1, batch)
         assert 0.05 < m["train/routing_flips"] < 0.95 and m["train/logprob_abs_diff"] < 1e-4 and m["train/grad_norm"] > 0
-        moe.fleet.publish(1, *t.publish(1), tol=1.0)
+        path, canary = t.publish(1)
+        through = asyncio.run(during(moe, lambda: moe.fleet.publish(1, path, canary, tol=1.0)))
+        assert any(set(c.versions) == {0, 1} for c in through), "no request ran through the update"
+        assert all(c.routed_experts is not None and len(c.routed_experts) == len(PROMPT) + len(c.token_ids) - 1 for c in through)
         [(_, after)] = run(moe.worker(), group(6, at=2), version=1)
         p = packed(after)
         assert off(True) < 1e-5 and {v for s in after for v in s.token_versions} == {1}
