@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     y = m.add_parser("tiny", help="a char-level model of 0.8M parameters", description=about)
     y.add_argument("--out", required=True, help="folder to make")
     y.add_argument("--seed", type=int, default=0)
+    y.add_argument("--moe", action="store_true", help="a mixture of 8 experts, 2 for each token")
     y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
 
     c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         if args.what == "get":
             print(model.get(args.name, args.out))
         else:
-            print(model.tiny(args.out, seed=args.seed, sft_steps=args.sft_steps))
+            print(model.tiny(args.out, seed=args.seed, sft_steps=args.sft_steps, moe=args.moe))
         return 0
     from vime import config
 

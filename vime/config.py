@@ -54,6 +54,7 @@ class RolloutConfig(Section):
     partial_rollout: bool = Field(False, description="sync mode: what is unfinished when the batch is full goes on in the next step, token-exact")
     mask_offpolicy_prefix: bool = Field(False, description="tokens of an interrupted sample that older weights sampled are not trained")
     abort_timeout: float = Field(10, ge=0, description="seconds that running reward calls get when the batch is full; then they are cancelled")
+    routing_replay: bool = Field(False, description="mixture of experts: the trainer sends each token to the experts it had, see docs/moe.md")
     custom_generate: str | None = Field(None, description="plug-in, see docs/plugins.md: generates one rollout, in any number of turns")
     sample_hook: list[str] = Field([], description="plug-ins: see or replace each finished sample before it is scored")
     buffer_filter: str | None = Field(None, description="plug-in: which buffered groups are continued")

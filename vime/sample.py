@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from array import array
 from collections.abc import Sequence
@@ -9,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import accumulate, chain
 from typing import Any, ClassVar
+
+import numpy as np
 
 SIBLING = 1 << 40  # apart from each other in uid: samples that one rollout yielded
 
@@ -37,6 +41,9 @@ class Sample:
     Where sampling was truncated (top-p, top-k), response token i was drawn from the ids
     rollout_top_p_token_ids[offsets[i] : offsets[i + 1]], offsets being `rollout_top_p_token_offsets`, of length response_length + 1
     (int32 and int64 arrays; both empty where nothing was truncated).
+
+    With rollout.routing_replay, `rollout_routed_experts` (tokens, layers, top_k), uint8 or uint16, are the experts that the servers sent
+    tokens 0, 1, ... to: all tokens but the last sampled one, which was never forwarded, and those after it.
     """
 
     Status: ClassVar[type[State]] = State  # slime's spelling: Sample.Status.COMPLETED
@@ -55,6 +62,7 @@ class Sample:
     token_versions: list[int] = field(default_factory=list)
     rollout_top_p_token_ids: array[int] = field(default_factory=lambda: array("i"))
     rollout_top_p_token_offsets: array[int] = field(default_factory=lambda: array("q"))
+    rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
     status: State = State.PENDING
     remove_sample: bool = False
     session_id: str | None = None
@@ -79,6 +87,11 @@ class Sample:
         return sum(self.loss_mask)
 
     @property
+    def routed(self) -> int:
+        """Of how many tokens, from the first, the experts are known."""
+        return 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
+
+    @property
     def weight_versions(self) -> list[int]:
         """Weight versions that sampled this response's trained tokens, ascending, without repeats."""
         return sorted({v for v, trained in zip(self.token_versions, self.loss_mask) if trained})
@@ -90,13 +103,15 @@ class Sample:
         *,
         versions: list[int] | int | None = None,
         sampling_mask: Sequence[Sequence[int]] | None = None,
+        routed_experts: np.ndarray | None = None,
         trainable: bool = True,
     ) -> None:
         """Append response tokens with all their per-token data, or change nothing and raise.
 
         Trainable tokens need one logprob and one weight version each (`versions` may be one int for all), and all of the sample's or
-        none of them a `sampling_mask`: the ids that each could be drawn from, its own among them. Tokens that no policy sampled
-        (tool output) take trainable=False and none of the three. loss_mask, rollout_log_probs and token_versions grow in place.
+        none of them a `sampling_mask`: the ids that each could be drawn from, its own among them; likewise `routed_experts`: the experts of
+        the tokens from number `routed` on, up to the last but one of the new. Tokens that no policy sampled (tool output) take
+        trainable=False and none of the four. loss_mask, rollout_log_probs and token_versions grow in place.
 
         Raises: ValueError naming the sample on any length mismatch or missing logprob.
         """
@@ -120,7 +135,9 @@ class Sample:
             if getattr(self, name) is None and not self.response_length:  # how slime's plug-ins start a sample over
                 setattr(self, name, [])
         self.check()
+        routing = self._joined_routing(n, routed_experts, trainable)
         self._append_support(tokens, sampling_mask, trainable)
+        self.rollout_routed_experts = routing
         self.tokens = self.tokens + list(tokens)
         for name, values in new.items():
             getattr(self, name).extend(values)
@@ -141,14 +158,29 @@ class Sample:
         self.rollout_top_p_token_offsets = offsets[:-1] + array("q", ends)
         self.rollout_top_p_token_ids = ids + array("i", chain.from_iterable(rows))
 
+    def _joined_routing(self, n: int, rows: np.ndarray | None, trainable: bool) -> np.ndarray | None:
+        """The experts known once `n` tokens are appended that came with `rows`."""
+        have = self.rollout_routed_experts
+        if rows is None:
+            if have is not None and trainable and n:
+                raise ValueError(f"sample {self.index}: some of its trainable tokens came with their experts, some without")
+            return have
+        missing = len(self.tokens) + n - 1 - self.routed
+        if not trainable or rows.ndim != 3 or len(rows) != missing or (have is not None and have.shape[1:] != rows.shape[1:]):
+            known = "" if have is None else f", which join {have.shape}"
+            raise ValueError(f"sample {self.index}: experts of shape {rows.shape} for {missing} tokens{known}")
+        return rows if have is None else np.concatenate([have, rows])
+
     def append_response_tokens(
         self, args: Any = None, *, tokens: list[int] | None = None, log_probs: list[float] | None = None, trainable: bool = True,
         meta_info: dict[str, Any] | None = None, text: str | None = None, update_terminal_info: bool = True,
     ) -> None:  # fmt: skip
-        """slime's name of append_tokens. Weight versions and sampling mask come from `meta_info` (of vime.slime.post), or the versions stay
-        -1 for the worker to fill in; its finish reason sets the status. Raises: ValueError as append_tokens."""
+        """slime's name of append_tokens. Weight versions, sampling mask and experts come from `meta_info` (of vime.slime.post), or the versions
+        stay -1 for the worker to fill in; its finish reason sets the status. Raises: ValueError as append_tokens."""
         new, info = [int(t) for t in tokens or []], meta_info or {}
+        rows = info.get("routed_experts")  # of all tokens
         known = {"versions": info.get("token_versions", -1), "sampling_mask": info.get("sampling_mask")} if trainable else {}
+        known |= {"routed_experts": rows[self.routed :]} if trainable and rows is not None else {}
         self.append_tokens(new, log_probs if trainable else log_probs or None, trainable=trainable, **known)
         self.response += text or ""
         if update_terminal_info and "finish_reason" in info:
@@ -163,6 +195,11 @@ class Sample:
             raise ValueError(f"sample {self.index}: rollout_top_p_token_offsets has {n} entries for {self.response_length} response tokens")
         if self.response_length > len(self.tokens):
             raise ValueError(f"sample {self.index}: response_length {self.response_length} exceeds {len(self.tokens)} tokens")
+        if self.rollout_routed_experts is not None:
+            last = max((self.prompt_length + i for i, m in enumerate(self.loss_mask) if m), default=0)
+            if not last <= self.routed <= max(0, len(self.tokens) - 1):
+                what = f"experts of {self.routed} tokens for {len(self.tokens)} tokens, the last trained one being number {last}"
+                raise ValueError(f"sample {self.index}: {what}")
 
     def reward_value(self, key: str | None = None) -> float:
         """The scalar reward; `key` picks it out of a dict reward.
@@ -184,12 +221,29 @@ class Sample:
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, array) else v for k, v in asdict(self).items()} | {"status": self.status.value}
+        """Of plain JSON types; the experts are base64 text."""
+        plain = {k: list(v) if isinstance(v, array) else v for k, v in asdict(self).items()}
+        rows = self.rollout_routed_experts
+        return plain | {"status": self.status.value, "rollout_routed_experts": None if rows is None else npy_text(rows)}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Sample:
         ids, offsets = array("i", d["rollout_top_p_token_ids"] or ()), array("q", d["rollout_top_p_token_offsets"] or ())
-        return cls(**(d | {"status": Status(d["status"]), "rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}))
+        rows = npy_array(text) if (text := d.get("rollout_routed_experts")) else None
+        arrays = {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets, "rollout_routed_experts": rows}
+        return cls(**(d | arrays | {"status": Status(d["status"])}))
+
+
+def npy_text(rows: np.ndarray) -> str:
+    """An array as base64 of its .npy form, which is how vLLM sends one."""
+    buffer = io.BytesIO()
+    np.save(buffer, rows, allow_pickle=False)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def npy_array(text: str) -> np.ndarray:
+    """The way back. Raises: ValueError."""
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
 @dataclass(frozen=True)

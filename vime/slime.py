@@ -86,7 +86,7 @@ async def _generate(now: Running, body: dict[str, Any], session: str) -> dict[st
     ids = body.get("input_ids") or text.encode([body["text"]], special_tokens=False)[0]
     params = for_server(body.get("sampling_params") or {})
     room = min(params.get("max_tokens", args.rollout.max_response_len), args.rollout.max_context_len - len(ids))
-    out, reason, log_probs, versions, mask = [], {"type": "length", "length": 0}, [], [], None
+    out, reason, log_probs, versions, mask, routing = [], {"type": "length", "length": 0}, [], [], None, None
     async with at.slots.take(1):
         if at.stop.is_set():
             reason = {"type": "abort"}
@@ -95,9 +95,10 @@ async def _generate(now: Running, body: dict[str, Any], session: str) -> dict[st
             now.versions |= set(c.versions)
             out, log_probs, versions, reason = c.token_ids, c.log_probs, c.versions, {"type": c.finish_reason, "matched": c.stop_reason}
             mask = c.sampling_mask if args.rollout.truncated else None
+            routing = c.routed_experts if args.rollout.routing_replay else None
     meta = {
         "finish_reason": reason, "prompt_tokens": len(ids), "completion_tokens": len(out), "token_versions": versions,
-        "sampling_mask": mask,
+        "sampling_mask": mask, "routed_experts": routing,
         "output_token_logprobs": [[lp, t, None] for lp, t in zip(log_probs, out, strict=True)],
     }  # fmt: skip
     return {"text": text.decode(out, params.get("skip_special_tokens", True)), "output_ids": out, "meta_info": meta}

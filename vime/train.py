@@ -75,6 +75,11 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         faults.append(f"model = {cfg.model!r}: {missing}")
     else:
         tokenizer = attempt("model: ", load, cfg.model)
+        if cfg.rollout.routing_replay:
+            from vime.trainer.routing import check_model  # torch takes seconds to import
+
+            for path in {cfg.model, (cfg.algo.kl_loss_coef > 0 and cfg.algo.ref_model) or cfg.model}:
+                attempt("rollout.routing_replay: ", check_model, path)
 
     def read_prompts(place: str, data: DataConfig, path: str, n: int, max_response_len: int) -> Any:
         if tokenizer:

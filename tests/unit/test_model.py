@@ -37,6 +37,13 @@ def test_warm_start_makes_letters_likely(tmp_path: Path) -> None:
     assert p[model.encode(model.LETTERS)].sum() > 0.5  # 10 of 47 tokens: 0.21 without training
 
 
+def test_a_tiny_mixture_of_experts(tmp_path: Path) -> None:
+    net = AutoModelForCausalLM.from_pretrained(model.tiny(tmp_path / "m", sft_steps=1, moe=True), dtype=torch.float32)
+    assert net.config.model_type == "qwen3_moe" and net.model.layers[0].mlp.gate.weight.shape == (8, 128)
+    with pytest.raises(VimeError, match="exists and is not model=tiny seed=0 sft_steps=1 "):
+        model.tiny(tmp_path / "m", sft_steps=1)
+
+
 def test_a_second_call_is_instant_and_other_arguments_are_an_error(tmp_path: Path) -> None:
     folder = model.tiny(tmp_path / "m", sft_steps=1)
     before = (folder / "model.safetensors").stat().st_mtime_ns

@@ -155,6 +155,8 @@ class Engine(Served):
         }
         if cfg.rollout.truncated:
             args["return_sampling_mask"] = True
+        if cfg.rollout.routing_replay:
+            args["enable_return_routed_experts"] = True
         if on_cpu():
             args["enforce_eager"] = True
             if int(given.get("tensor_parallel_size", 1)) == 1:

@@ -142,9 +142,11 @@ async def _request(samples: list[Sample], cfg: Config | Args, params: dict[str, 
             for s in samples:
                 s.status = Status.TRUNCATED if room <= 0 else Status.ABORTED
             return
+        replay = cfg.rollout.routing_replay
+        routed = min(s.routed for s in samples)  # what is known need not be sent again
         choices = await at.client.generate(
             first.tokens,
-            params | {"n": len(samples), "max_tokens": room},
+            params | {"n": len(samples), "max_tokens": room} | ({"routed_experts_prompt_start": routed} if replay else {}),
             session_id=first.session_id or f"group-{first.group_index}",
             timeout=cfg.rollout.request_timeout,
         )
@@ -152,6 +154,11 @@ async def _request(samples: list[Sample], cfg: Config | Args, params: dict[str, 
         if cfg.rollout.truncated and c.sampling_mask is None and c.token_ids:
             what = f"{at.client.url}: no sampling_mask came back, which training with rollout.top_p or top_k needs"
             raise VimeError(what, "start the server with --return-sampling-mask --logprobs-mode processed_logprobs")
-        s.append_tokens(c.token_ids, c.log_probs, versions=c.versions, sampling_mask=c.sampling_mask if cfg.rollout.truncated else None)
+        if replay and c.routed_experts is None and c.token_ids:
+            what = f"{at.client.url}: no routed_experts came back, which rollout.routing_replay needs"
+            raise VimeError(what, "start the server with --enable-return-routed-experts, see docs/moe.md")
+        known: dict[str, Any] = {"versions": c.versions, "sampling_mask": c.sampling_mask if cfg.rollout.truncated else None}
+        known |= {"routed_experts": c.routed_experts[s.routed - routed :]} if replay and c.routed_experts is not None else {}
+        s.append_tokens(c.token_ids, c.log_probs, **known)
         s.response = tokenizer.load(cfg.model).decode(s.tokens[s.prompt_length :])
         s.status = FINISHED.get(c.finish_reason, Status.FAILED)

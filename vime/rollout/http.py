@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 
 from vime.errors import VimeError, nearest
+from vime.sample import npy_array
 
 GENERATE, HEALTH = "/inference/v1/generate", "/health"
 PAUSE, RESUME, RESET_PREFIX_CACHE = "/pause", "/resume", "/reset_prefix_cache"
@@ -43,6 +45,7 @@ class Choice:
     finish_reason: str
     stop_reason: int | str | None
     sampling_mask: list[list[int]] | None = None  # the ids each token was drawn from, of servers with --return-sampling-mask
+    routed_experts: np.ndarray | None = None  # (tokens, layers, top_k) of servers with --enable-return-routed-experts, see docs/moe.md
 
 
 def version_of(text: str | None) -> int:
@@ -124,7 +127,8 @@ class EngineClient:
         for span in c.get("weight_versions") or []:
             versions[span["start"] : span["end"]] = [version_of(span["version"])] * (span["end"] - span["start"])
         lps, mask = [float(x["logprob"]) for x in content], c.get("sampling_mask")
-        return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask)
+        routing = npy_array(c["routed_experts"]) if c.get("routed_experts") else None
+        return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask, routing)
 
     async def prompt_logprobs(self, token_ids: list[int], timeout: float = 120) -> list[float]:
         """Logprobs of tokens 1..n-1 given their prefix, at temperature 1, under the server's current weights."""

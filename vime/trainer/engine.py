@@ -26,6 +26,7 @@ from vime.trainer.batch import Item, RankPlan
 from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
+from vime.trainer.routing import Replay
 from vime.weights import Canary, Published, location
 from vime.weights.publish import Publisher, canary_tokens
 
@@ -95,6 +96,7 @@ class Trainer:
             path = cfg.algo.ref_model or cfg.model
             self.reference = load_model(path, train.dtype, self.device).requires_grad_(False)
             self.heads[self.reference] = Head(self.reference, path)
+        self.replays = {m: Replay(m) for m in self.heads} if cfg.rollout.routing_replay else {}
         params = list(self.model.parameters())
         decayed: dict[str, Any] = {"params": [p for p in params if p.ndim > 1]}
         plain: dict[str, Any] = {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}  # norms and biases
@@ -118,6 +120,8 @@ class Trainer:
             steps = [[pack(items, samples).to(self.device) for items in mini] for mini in plan.steps]
             if self.cfg.rollout.truncated and any(b.samples and b.support is None for mini in steps for b in mini):
                 raise ValueError("with rollout.top_p or top_k every sample needs its sampling_mask (see Sample.append_tokens)")
+            for replay in self.replays.values():
+                replay.check([b for mini in steps for b in mini])
             trained = (s for mini in steps for b in mini for s in b.samples)
             stale = np.array([step - 1 - v for s in trained for v, m in zip(s.token_versions, s.loss_mask) if m])
             if stale.max(initial=0) > (bound := self.cfg.train.max_staleness):
@@ -152,14 +156,17 @@ class Trainer:
             for batch in mini:
                 self.backward(batch, total, worst[0], scale)
             norms.append(self.update(step))
-        counts = torch.tensor([sum(b.ids.numel() for b in batches), stale.sum()], dtype=torch.float64, device=self.device)
+        counts = torch.tensor([sum(b.ids.numel() for b in batches), stale.sum(), 0, 0], dtype=torch.float64, device=self.device)
+        if self.replays:
+            counts[2:] = self.replays[self.model].take()
         for t, op in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX), (counts, dist.ReduceOp.SUM)):
             dist.all_reduce(t, op)
-        forwarded, lag = counts.tolist()
+        forwarded, lag, flips, routed = counts.tolist()
         seconds = time.monotonic() - start
         out = self.summary(sums, norms)
         if tokens := out["train/trained_tokens"]:
             out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
+        out |= {"train/routing_flips": flips / routed} if routed else {}
         out |= self.own_metrics(float(sums[:, 0].sum()) or len(steps))
         return out | {
             "train/lr": rate,
@@ -203,6 +210,8 @@ class Trainer:
         """Run the model on a micro-batch; `job(hidden (M, D), head weight (V, D))` replaces the vocabulary projection. `rows` are
         the positions it wants in place of the trained tokens'."""
         self.heads[model].job = job
+        if model in self.replays:
+            self.replays[model].rows = batch.routing
         args = {"input_ids": batch.ids, "position_ids": batch.positions, "logits_to_keep": batch.rows if rows is None else rows}
         return model(**args, use_cache=False, packing=batch).logits
 

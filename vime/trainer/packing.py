@@ -11,6 +11,7 @@ import torch
 
 from vime.sample import Sample
 from vime.trainer.batch import Item
+from vime.trainer.routing import pack_routing
 
 SHARE_LIMIT = 4096  # responses longer than this are not packed behind a shared prompt: their attention masks would grow too large
 
@@ -47,6 +48,7 @@ class Pack:
     where: list[torch.Tensor] = field(default_factory=list)  # per sample, the positions (0..T-1) of all its tokens but the last
     old: torch.Tensor | None = None  # (M,) logprobs before the update; None: this forward's own
     ref: torch.Tensor | None = None  # (M,) logprobs of the reference
+    routing: torch.Tensor | None = None  # (T, layers, top_k) int16: each token's experts, -1 where nothing needs them to be known
 
     def to(self, device: torch.device) -> Pack:
         def move(x: Any) -> Any:
@@ -61,12 +63,13 @@ class Pack:
 
 def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     """Lay out one micro-batch; an empty one becomes a single token that trains nothing (its rank still joins the collectives)."""
-    shared: dict[tuple[int, tuple[int, ...]], list[Item]] = {}
+    shared: dict[tuple[int, tuple[int, ...], bytes], list[Item]] = {}
     for i in items:
         s = samples[i.index]
         if s.prompt_length < 1:
             raise ValueError(f"sample {s.index} has no prompt token: its first response token cannot be predicted")
-        shared.setdefault((s.group_index, tuple(s.tokens[: s.prompt_length])), []).append(i)
+        routed = b"" if s.rollout_routed_experts is None else s.rollout_routed_experts[: s.prompt_length].tobytes()
+        shared.setdefault((s.group_index, tuple(s.tokens[: s.prompt_length]), routed), []).append(i)
     ids: list[int] = []
     pos: list[int] = []
     segments: list[tuple[int, int, int, int]] = []  # prefix start, prefix length, own start, own length
@@ -85,7 +88,7 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
             segments.append((prefix, first, start, len(tokens)))
         return start
 
-    for (_, prompt), members in shared.items():
+    for (_, prompt, _), members in shared.items():
         p = len(prompt)
         share = len(members) > 1 and max(samples[i.index].response_length for i in members) <= SHARE_LIMIT
         head = lay(prompt, 0) if share else 0
@@ -117,7 +120,9 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
         ends = np.concatenate([[0], np.cumsum(np.concatenate(drawn))])
         support = torch.from_numpy(np.concatenate(supports)), torch.from_numpy(ends)
     per_sample = [torch.from_numpy(w) for w in whole]
-    return Pack(torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where, labels_t, adv, weights, rollout, support, order, per_sample)
+    layout = (torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where)
+    routing = pack_routing(order, whole, len(ids))
+    return Pack(*layout, labels_t, adv, weights, rollout, support, order, per_sample, routing=routing)
 
 
 def _buckets(segments: list[tuple[int, int, int, int]], total: int) -> tuple[list[Bucket], torch.Tensor]:

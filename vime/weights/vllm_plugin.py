@@ -1,4 +1,4 @@
-"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). The only file that imports vLLM.
+"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). Only vllm_*.py here import vLLM.
 
 An update names a .safetensors file with the whole model under checkpoint names, and deltas to lay over it (vime/weights/delta.py). A file
 in /dev/shm costs no copy: it is mapped. After a delta, too, the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from vime.weights import UNTOUCHED
 from vime.weights.delta import Held
+from vime.weights.vllm_routing import return_routed_experts
 
 
 @dataclass
@@ -154,3 +155,4 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine("vime", FileWeightTransferEngine)
     _fix_moe_reload()
     _return_sampling_masks()
+    return_routed_experts()
