@@ -25,7 +25,7 @@ from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
-from vime.rollout.pool import GROUPS, Pool
+from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
@@ -209,6 +209,7 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
         start = state["step"]
         if not cfg.data.source:
             prompts.load_state(state["prompts"])  # faults are found before anything starts
+        too_late(cfg, state["groups"], start + 1)
         if start >= cfg.train.steps:
             raise VimeError(f"{ckpt} is at step {start} of train.steps = {cfg.train.steps}: a resume would do nothing", "raise train.steps")
     (folder / "samples").mkdir(exist_ok=True)

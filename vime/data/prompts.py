@@ -49,9 +49,13 @@ class Prompts:
 
     def next(self, k: int) -> list[list[Sample]]:
         """The next k groups of n samples; `group_index` counts prompts over the whole run, so a second epoch's groups are new ones."""
-        groups = [self._group(g, self.rows[self._row(g)], self.n, "group") for g in range(self.given, self.given + k)]
+        groups = [self.again(g) for g in range(self.given, self.given + k)]
         self.given += k
         return groups
+
+    def again(self, g: int) -> list[Sample]:
+        """Group g as `next` gave it, or will."""
+        return self._group(g, self.rows[self._row(g)], self.n, "group")
 
     def peek(self) -> Sample:
         """The first sample that `next` would give; nothing moves."""
