@@ -51,6 +51,7 @@ class RolloutWorker:
         self.hooks = [hooks.load(path, "rollout.sample_hook") for path in r.sample_hook]
         self.filter = filters.resolve(r.dynamic_filter)
         self.slots = Slots(max(1, r.concurrency * (len(r.engines) or r.num_engines) // r.num_workers))
+        self.threads = rewards.Threads(self.slots.size)
         self._stops: dict[int, asyncio.Event] = {}
 
     async def interrupt(self, wave: int) -> None:
@@ -199,7 +200,7 @@ class RolloutWorker:
         together = [s for s in samples if self.cfg.reward.group and s.reward is None and not s.custom_rm_path]
         if together:
             with self._blame(together[0]):
-                values = await rewards.score_group(self.reward, self.args, together, self.cfg.reward.timeout)
+                values = await rewards.score_group(self.reward, self.args, together, self.cfg.reward.timeout, self.threads)
             for s, value in zip(together, values):
                 s.reward = value
         await all_of(*(self._score(s) for s in samples))
@@ -215,7 +216,7 @@ class RolloutWorker:
         if sample.reward is None:
             with self._blame(sample):
                 fn = rewards.resolve(self.cfg.reward, sample.custom_rm_path) if sample.custom_rm_path else self.reward
-                sample.reward = await rewards.score(fn, self.args, sample, self.cfg.reward.timeout)
+                sample.reward = await rewards.score(fn, self.args, sample, self.cfg.reward.timeout, self.threads)
 
     @contextmanager
     def _blame(self, sample: Sample) -> Iterator[None]:
