@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vime import hooks
 from vime.config import Config
 from vime.data.tokenizer import load
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.rollout.worker import finished
 from vime.sample import Sample, Status, meta_of
 
@@ -26,8 +26,8 @@ class UserPrompts:
             self.source = hooks.load(cfg.data.source or "", "data.source")(args)
         except VimeError:
             raise
-        except Exception as e:  # a plug-in may fail in any way
-            raise VimeError(f"data.source = {cfg.data.source!r} failed: {type(e).__name__}: {e}") from e
+        except (Exception, SystemExit) as e:  # a plug-in may fail in any way
+            raise VimeError(f"data.source = {cfg.data.source!r} failed: {said(e)}") from e
 
     def __len__(self) -> int:
         return len(self.source)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vime import hooks, rewards
 from vime.config import Config
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.rollout import filters
 from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
 from vime.rollout.http import EngineClient, EngineDown
@@ -179,8 +179,8 @@ class RolloutWorker:
             return out
         except VimeError:
             raise
-        except Exception as e:  # a plug-in may fail in any way
-            raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {type(e).__name__}: {e}") from e
+        except (Exception, SystemExit) as e:  # a plug-in may fail in any way
+            raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {said(e)}") from e
 
     async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
         """What rollout.sample_hook makes of the sample."""
@@ -190,8 +190,8 @@ class RolloutWorker:
                 got = await got if inspect.isawaitable(got) else got
                 if not isinstance(got, Sample | None):
                     raise TypeError(f"it returned {type(got).__name__}, neither a Sample nor None")
-            except Exception as e:
-                raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {type(e).__name__}: {e}") from e
+            except (Exception, SystemExit) as e:
+                raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {said(e)}") from e
             sample = got or sample
         return sample
 
@@ -222,10 +222,10 @@ class RolloutWorker:
     def _blame(self, sample: Sample) -> Iterator[None]:
         try:
             yield
-        except Exception as e:  # a reward may fail in any way
-            said = e.what if isinstance(e, VimeError) else f"{type(e).__name__}: {e}"
+        except (Exception, SystemExit) as e:  # a reward may fail in any way
+            what = e.what if isinstance(e, VimeError) else said(e)
             fix = 'reward.on_error = "skip" drops such groups'
-            raise RewardError(f"reward {sample.custom_rm_path or self.cfg.reward.function!r} failed on {_name(sample)}: {said}", fix) from e
+            raise RewardError(f"reward {sample.custom_rm_path or self.cfg.reward.function!r} failed on {_name(sample)}: {what}", fix) from e
 
     async def close(self) -> None:
         await self.client.close()
