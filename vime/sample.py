@@ -10,6 +10,7 @@ from enum import StrEnum
 from itertools import accumulate, chain
 from typing import Any, ClassVar
 
+DEEPEST = 100  # levels of nesting in a label or metadata; copying and writing them recurses
 SIBLING = 1 << 40  # apart from each other in uid: samples that one rollout yielded
 
 
@@ -23,6 +24,24 @@ class Status(StrEnum):
 
 State = Status  # inside Sample, Status is the attribute
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # by the server's finish reason
+
+
+def plain(value: Any, at: str, depth: int = 0) -> Any:
+    """`value` as JSON holds it, converted in place where it can be: numpy and torch scalars, arrays and tuples become numbers and lists.
+    Raises: ValueError that names the place under `at`, for anything else (sets, bytes, dates, keys that are no strings), and too deep nesting."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth >= DEEPEST:
+        raise ValueError(f"{at.partition('[')[0]} is nested deeper than {DEEPEST} levels")
+    if isinstance(value, tuple) or callable(getattr(value, "tolist", None)):
+        return plain(list(value) if isinstance(value, tuple) else value.tolist(), at, depth + 1)
+    if not isinstance(value, dict | list):
+        raise ValueError(f"{at} is of type {type(value).__name__}, which JSON cannot hold")
+    for k, v in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        if isinstance(value, dict) and not isinstance(k, str):
+            raise ValueError(f"{at} has the key {k!r:.40}, and JSON's keys are strings")
+        value[k] = plain(v, f"{at}[{k!r:.40}]", depth + 1)
+    return value
 
 
 @dataclass
@@ -153,6 +172,16 @@ class Sample:
         self.response += text or ""
         if update_terminal_info and "finish_reason" in info:
             self.status = FINISHED[info["finish_reason"]["type"]]
+
+    def make_plain(self) -> None:
+        """What plug-ins put into label, reward and metadata as JSON holds it, see `plain`; the status as a Status.
+        Raises: ValueError naming sample and field."""
+        try:
+            for name in ("label", "reward", "metadata", "train_metadata", "prompt"):
+                setattr(self, name, plain(getattr(self, name), name))
+            self.status = State(self.status)
+        except ValueError as e:
+            raise ValueError(f"sample {self.index}: {e}") from None
 
     def check(self) -> None:
         """Raises ValueError unless every per-token array has length `response_length`."""
