@@ -328,6 +328,11 @@ class Rollouts:
 
 
 def _write_groups(path: str, *groups: list[Sample]) -> None:
+    for s in itertools.chain.from_iterable(groups):  # filters and rewards may have put anything there since the sample was checked
+        try:
+            s.make_plain()
+        except ValueError as e:
+            raise VimeError(f"a checkpoint cannot hold {e}", "a plug-in put it there") from e
     lines = (json.dumps([s.to_dict() for s in group]) + "\n" for group in groups)
     Path(path).write_text("".join(lines))
 

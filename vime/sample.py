@@ -10,6 +10,7 @@ from enum import StrEnum
 from itertools import accumulate, chain
 from typing import Any, ClassVar
 
+PER_TOKEN = ("loss_mask", "rollout_log_probs", "token_versions")  # one entry for each token of the response
 DEEPEST = 100  # levels of nesting in a label or metadata; copying and writing them recurses
 SIBLING = 1 << 40  # apart from each other in uid: samples that one rollout yielded
 
@@ -174,9 +175,13 @@ class Sample:
             self.status = FINISHED[info["finish_reason"]["type"]]
 
     def make_plain(self) -> None:
-        """What plug-ins put into label, reward and metadata as JSON holds it, see `plain`; the status as a Status.
+        """What plug-ins put into label, reward, metadata and the per-token arrays as JSON holds it, see `plain`; the status as a Status.
         Raises: ValueError naming sample and field."""
         try:
+            for name in ("tokens", *PER_TOKEN):
+                values = getattr(self, name)
+                if values is not None and not (isinstance(values, list) and set(map(type, values)) <= {int, float, bool}):
+                    setattr(self, name, plain(values, name))
             for name in ("label", "reward", "metadata", "train_metadata", "prompt"):
                 setattr(self, name, plain(getattr(self, name), name))
             self.status = State(self.status)
@@ -185,7 +190,7 @@ class Sample:
 
     def check(self) -> None:
         """Raises ValueError unless every per-token array has length `response_length`."""
-        for name in ("loss_mask", "rollout_log_probs", "token_versions"):
+        for name in PER_TOKEN:
             if (n := len(getattr(self, name) or ())) != self.response_length:
                 raise ValueError(f"sample {self.index}: {name} has {n} entries for {self.response_length} response tokens")
         if (n := len(self.rollout_top_p_token_offsets or ())) and n != self.response_length + 1:
@@ -213,7 +218,7 @@ class Sample:
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, array) else v for k, v in asdict(self).items()} | {"status": self.status.value}
+        return {k: list(v) if isinstance(v, array) else v for k, v in asdict(self).items()} | {"status": str(self.status)}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Sample:

@@ -1,5 +1,6 @@
 import json
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.config import DataConfig
+from vime.config import DataConfig, validate
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
+from vime.hooks import plugin_args
 from vime.model import _char_tokenizer, encode
+from vime.rollout.plugged import UserPrompts
+from vime.sample import Sample
 
 FOLDER = Path(tempfile.mkdtemp())
 _char_tokenizer().save_pretrained(FOLDER)
@@ -253,3 +257,48 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     bare.chat_template = None
     with pytest.raises(VimeError, match="no chat template"):
         Prompts(DataConfig(prompts=path), path, bare, 2, 0, 20)
+
+
+class OddSource:
+    """[args] odd names the method that ends, or what is wrong with its samples."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.at("__init__")
+
+    def at(self, where: str) -> None:
+        if self.args.odd == where:
+            sys.exit(0)
+
+    def get_samples(self, n: int) -> list[list[Sample]]:
+        self.at("get_samples")
+        odd = {"set": Sample(prompt="a", label={1}), "surrogate": Sample(prompt="\ud800")}
+        return [[odd.get(self.args.odd, Sample(prompt="a")) for _ in range(2)] for _ in range(n)]
+
+    def add_samples(self, groups: list[Any]) -> None: ...
+
+    def save(self, rollout_id: int) -> None:
+        self.at("save")
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.at("load")
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ("__init__", "SystemExit"), ("get_samples", "get_samples failed: SystemExit"), ("save", "save failed"), ("load", "load failed"),
+        ("set", "prompt 0 failed: ValueError: sample 0: label is of type set"), ("surrogate", "prompt 0 failed"),
+    ],
+)  # fmt: skip
+def test_a_data_source_that_fails_in_any_way_is_named(odd: str, said: str) -> None:
+    data = {"prompts": "-", "source": f"{__name__}:OddSource"}
+    cfg = validate({"model": str(FOLDER), "data": data, "rollout": {"n_samples_per_prompt": 2}, "args": {"odd": odd}}, "t")
+    with pytest.raises(VimeError, match=f"^data.source = '{__name__}:OddSource': .*{said}") as e:
+        prompts = UserPrompts(cfg, plugin_args(cfg))
+        prompts.next(1)
+        prompts.load_state(prompts.state())
+    assert "\n" not in str(e.value)

@@ -186,7 +186,7 @@ def dump_samples(path: str, *groups: list[Sample]) -> None:
     rows = (
         {
             "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
-            "label": s.label, "reward": s.reward, "status": s.status.value, "prompt_length": s.prompt_length,
+            "label": s.label, "reward": s.reward, "status": str(s.status), "prompt_length": s.prompt_length,
             "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
             "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
             "loss_mask": s.loss_mask,
@@ -196,7 +196,8 @@ def dump_samples(path: str, *groups: list[Sample]) -> None:
     target = Path(path)
     tmp = target.with_suffix(".tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
-    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    # half a surrogate pair, which a response may hold, has no UTF-8
+    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), "utf-8", errors="backslashreplace")
     tmp.replace(target)
 
 

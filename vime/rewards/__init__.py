@@ -15,7 +15,7 @@ from vime import hooks
 from vime.config import RewardConfig
 from vime.errors import VimeError, nearest
 from vime.rewards.math import HELPERS, math_reward
-from vime.sample import Sample, Status
+from vime.sample import Sample, Status, plain
 
 Reward = Callable[[Any, Sample], Any]
 
@@ -135,7 +135,10 @@ async def _call(fn: Reward, args: Any, sample: Any, timeout: float, threads: Thr
 
 def _checked(value: Any) -> float | dict[str, Any]:
     if isinstance(value, dict):
-        return value
+        try:
+            return dict(plain(value, "the reward"))
+        except ValueError as e:
+            raise VimeError(str(e)) from e
     try:
         number = float(value)
     except (TypeError, ValueError) as e:

@@ -168,6 +168,7 @@ class RolloutWorker:
             if not out or not all(isinstance(s, Sample) for s in out) or len({id(s) for s in out}) < len(out):
                 raise TypeError(f"it returned {got!r:.80}, not a Sample or a list of different Samples")
             for part, s in enumerate(out):
+                s.make_plain()
                 if s.status is Status.PENDING:
                     raise ValueError("it returned a sample that is still pending: set its status, ABORTED where it is to be continued")
                 s.index, s.group_index, s.rollout_id, s.part = index, group, rollout, part
@@ -190,9 +191,10 @@ class RolloutWorker:
                 got = await got if inspect.isawaitable(got) else got
                 if not isinstance(got, Sample | None):
                     raise TypeError(f"it returned {type(got).__name__}, neither a Sample nor None")
+                sample = got or sample
+                sample.make_plain()
             except (Exception, SystemExit) as e:
                 raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {said(e)}") from e
-            sample = got or sample
         return sample
 
     async def _score_all(self, samples: list[Sample]) -> bool:
