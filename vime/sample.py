@@ -45,6 +45,10 @@ def plain(value: Any, at: str, depth: int = 0) -> Any:
     return value
 
 
+def _listed(values: Any) -> list[Any] | None:
+    return values if values is None else values.tolist() if hasattr(values, "tolist") else list(values)
+
+
 @dataclass
 class Sample:
     """Field names are slime's, so that its users' plug-ins find what they expect.
@@ -162,14 +166,15 @@ class Sample:
         self.rollout_top_p_token_ids = ids + array("i", chain.from_iterable(rows))
 
     def append_response_tokens(
-        self, args: Any = None, *, tokens: list[int] | None = None, log_probs: list[float] | None = None, trainable: bool = True,
+        self, args: Any = None, *, tokens: Any = None, log_probs: Any = None, trainable: bool = True,
         meta_info: dict[str, Any] | None = None, text: str | None = None, update_terminal_info: bool = True,
     ) -> None:  # fmt: skip
-        """slime's name of append_tokens. Weight versions and sampling mask come from `meta_info` (of vime.slime.post), or the versions stay
-        -1 for the worker to fill in; its finish reason sets the status. Raises: ValueError as append_tokens."""
-        new, info = [int(t) for t in tokens or []], meta_info or {}
+        """slime's name of append_tokens; tokens and log_probs may be lists, arrays, tensors or nothing. Weight versions and sampling mask come
+        from `meta_info` (of vime.slime.post), or the versions stay -1 for the worker to fill in; its finish reason sets the status. Raises: ValueError as append_tokens."""
+        new, lps, info = [int(t) for t in _listed(tokens) or ()], _listed(log_probs), meta_info or {}
         known = {"versions": info.get("token_versions", -1), "sampling_mask": info.get("sampling_mask")} if trainable else {}
-        self.append_tokens(new, log_probs if trainable else log_probs or None, trainable=trainable, **known)
+        if new or lps:  # else there is nothing to append, as where a turn ended before it began
+            self.append_tokens(new, lps if trainable else lps or None, trainable=trainable, **known)
         self.response += text or ""
         if update_terminal_info and "finish_reason" in info:
             self.status = FINISHED[info["finish_reason"]["type"]]

@@ -87,6 +87,23 @@ def test_slimes_way_to_append() -> None:
         s.append_response_tokens(None, tokens=[5], log_probs=[-1.0])
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, np.float32), iter])
+def test_slimes_way_takes_lists_arrays_tensors_and_nothing(kind: Any) -> None:
+    s, info = Sample(tokens=[1]), {"token_versions": [4, 4], "finish_reason": {"type": "length"}}
+    s.append_response_tokens(None, tokens=kind([7, 8]), log_probs=kind([-0.5, -1.0]), meta_info={"token_versions": [4, 4]})
+    s.append_response_tokens(None, tokens=kind([9]), trainable=False)
+    for none in (None, [], kind([])):
+        s.append_response_tokens(None, tokens=none, text="x")
+        s.append_response_tokens(None, tokens=none, log_probs=[], trainable=False)
+    s.append_response_tokens(None, meta_info=info)
+    assert (s.tokens, s.loss_mask, s.rollout_log_probs) == ([1, 7, 8, 9], [1, 1, 0], [-0.5, -1.0, 0.0]) and type(s.tokens[1]) is int
+    assert s.response == "xxx" and s.status is Status.TRUNCATED
+    for tokens, log_probs in ((None, [-1.0]), (kind([5]), None), (kind([5, 6]), kind([-1.0]))):
+        with pytest.raises(ValueError, match="trainable tokens came with"):
+            s.append_response_tokens(None, tokens=tokens, log_probs=log_probs)
+    assert s.response_length == 3
+
+
 def test_meta_of_refuses_a_sample_that_is_not_whole() -> None:
     s = Sample(index=4, reward=1.0)
     s.append_tokens([1], [-1.0], versions=0)
