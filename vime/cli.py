@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from vime import train
 
     if args.dry_run:
-        print(train.describe(cfg, *train.preflight(cfg)))
+        print(train.describe(cfg, *train.preflight(cfg), args.resume, args.overwrite))
         return 0
     return train.train(cfg, args.resume, args.overwrite)
 
