@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "Ctrl-C once finishes the step and saves; twice stops now.",
     )  # fmt: skip
     t.add_argument("config", help="TOML file; every key is described in docs/config.md")
-    t.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key; the value is read as TOML, else as a string")
+    t.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="override a key; the value is read as TOML, else as a string; none unsets")
     t.add_argument("--dry-run", action="store_true", help="check configuration, model, data and hooks, print the plan, start nothing")
     how = t.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue the run from its newest complete checkpoint")
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
     c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
     c.add_argument("config", nargs="?", help="TOML file to resolve; without it the reference of all keys is printed")
-    c.add_argument("overrides", nargs="*", metavar="section.key=value")
+    c.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     return p
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from vime import train
 
     if args.dry_run:
-        print(train.describe(cfg, *train.preflight(cfg)))
+        print(train.describe(cfg, *train.preflight(cfg), args.resume, args.overwrite))
         return 0
     return train.train(cfg, args.resume, args.overwrite)
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and (not hasattr(args, "overrides") or any(r.startswith("-") for r in rest)):
         p.error("unrecognized arguments: " + " ".join(rest))
     if rest:
-        args.overrides += rest
+        args.overrides = [*args.overrides, *rest]
     try:
         return run(args)
     except VimeError as e:

@@ -25,7 +25,7 @@ import ray.exceptions as rex
 
 from vime import hooks
 from vime.config import Config
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.observe.metrics import dump_samples
 from vime.procs import free_port
 from vime.rollout.engine import Engine
@@ -339,10 +339,20 @@ class Rollouts:
 
 
 def _write_groups(path: str, *groups: list[Sample]) -> None:
+    for s in itertools.chain.from_iterable(groups):  # filters and rewards may have put anything there since the sample was checked
+        try:
+            s.make_plain()
+        except ValueError as e:
+            raise VimeError(f"a checkpoint cannot hold {e}", "a plug-in put it there") from e
     lines = (json.dumps([s.to_dict() for s in group]) + "\n" for group in groups)
     Path(path).write_text("".join(lines))
 
 
 def _read_groups(path: str, ready: list[bool], key: str | None) -> list[Any]:
-    groups = [[Sample.from_dict(d) for d in json.loads(line)] for line in Path(path).read_text().splitlines()]
-    return [[[meta_of(s, key) for s in g] if done else [] for g, done in zip(groups, ready, strict=True)], *groups]
+    try:
+        groups = [[Sample.from_dict(d) for d in json.loads(line)] for line in Path(path).read_text().splitlines()]
+        if not all(groups):
+            raise ValueError("a group without samples")
+        return [[[meta_of(s, key) for s in g] if done else [] for g, done in zip(groups, ready, strict=True)], *groups]
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise VimeError(f"{path} is damaged: {said(e)}", "remove its checkpoint: a resume then takes the one before it") from e

@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,25 @@ from vime.config import Config
 from vime.errors import VimeError
 
 GIB = 1 << 30
+RAY_ENDS = 0.95  # share of the memory in use from which its monitor kills
+CGROUP = Path("/sys/fs/cgroup")
 Row = tuple[str, str, str]  # "ok" | "warn" | "fail", what, found
+
+
+def memory() -> tuple[int, int]:
+    """Bytes free and in all: of the machine, or of the control group that holds this process to less."""
+    m = psutil.virtual_memory()
+    free, total = m.available, m.total
+    for most, used, reclaimable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with suppress(OSError, ValueError):  # no such group, or "max": no limit
+            limit = int((CGROUP / most).read_text())
+            stat = dict(line.split() for line in (CGROUP / most).with_name("memory.stat").read_text().splitlines())
+            if limit < total:
+                free, total = min(free, limit - int((CGROUP / used).read_text()) + int(stat.get(reclaimable, 0))), limit
+    return free, total
 
 
 def checks(cfg: Config | None) -> Iterator[Row]:
@@ -39,9 +58,11 @@ def checks(cfg: Config | None) -> Iterator[Row]:
     found = f"{os.cpu_count()} cores, {', '.join(isa) or 'no AVX2'}"
     found += "" if "avx512_bf16" in isa or "amx_bf16" in isa else "; bfloat16 is emulated and slow: use float32"
     yield "ok" if "avx2" in isa or not flags else "warn", "CPU", found
-    memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free; a small server takes 3 to 4"
-    yield "ok" if memory.available > 6 * GIB else "warn", "memory", found
+    free, total = memory()
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free; a small server takes 3 to 4, Ray and the trainer 2"
+    if low := free < 6 * GIB:
+        found += f"; at {RAY_ENDS:.0%} use, {(1 - RAY_ENDS) * total / GIB:.1f} GiB free, Ray kills workers and trainer ranks: free some first"
+    yield "warn" if low else "ok", "memory", found
     for path, need in (("/dev/shm", 2), (".", 5)):
         if Path(path).exists():
             free = shutil.disk_usage(path).free

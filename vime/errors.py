@@ -2,6 +2,8 @@
 
 import difflib
 
+MANY = 24  # names in a list
+
 
 class VimeError(Exception):
     """A failure a user can act on.
@@ -22,6 +24,13 @@ class VimeError(Exception):
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """'did you mean ...?' for the closest valid name, or the list of them where none is close."""
+    """'did you mean ...?' for the closest valid name, or the list of them where none is close, of a long one the beginning."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else "valid: " + ", ".join(sorted(valid))
+    shown = sorted(valid)[:MANY] + ([f"... and {len(valid) - MANY} more"] if len(valid) > MANY else [])
+    return f"did you mean {close[0]!r}?" if close else "valid: " + ", ".join(shown)
+
+
+def said(e: BaseException) -> str:
+    """Type and message of an exception in one line of at most 300 characters."""
+    text = " ".join(f"{type(e).__name__}: {e}".split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

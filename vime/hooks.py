@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from vime.config import Config
-from vime.errors import VimeError, nearest
+from vime.errors import VimeError, nearest, said
 from vime.sample import Sample
 
 
@@ -104,19 +104,29 @@ def load(path: str, key: str) -> Callable[..., Any]:
         raise VimeError(f"{key} = {path!r} is not a dotted path", "write it as package.module:function")
     try:
         mod = importlib.import_module(module)
-    except Exception as e:  # a user's module may fail in any way while it is imported
-        raise VimeError(f"{key} = {path!r}: cannot import {module}: {type(e).__name__}: {e}", "is it on PYTHONPATH?") from e
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a user's module may fail in any way while it is imported, sys.exit() included
+        missing = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
+        fix = "is it on PYTHONPATH?" if missing else f"python -c 'import {module}' shows where"
+        raise VimeError(f"{key} = {path!r}: cannot import {module}: {said(e)}", fix) from e
     fn = getattr(mod, name, None)
+    if fn is None:
+        functions = [n for n, v in vars(mod).items() if callable(v) and not n.startswith("_")]
+        raise VimeError(f"{key} = {path!r}: {module} has no {name!r}", nearest(name, functions) if functions else "it has no function at all")
     if not callable(fn):
-        known = [n for n in vars(mod) if not n.startswith("_")]
-        raise VimeError(f"{key} = {path!r}: {module} has no function {name!r}", nearest(name, known))
+        raise VimeError(f"{key} = {path!r}: {name!r} of {module} is of type {type(fn).__name__}, not a function")
     point = POINTS.get(key)
     if point is None:
         return fn
     names = point.takes.split(", ")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError) as e:  # some builtins have none
+        raise VimeError(f"{key} = {path!r}: expected {point}, but {name} has no signature that Python can read", "wrap it in a def") from e
     by_name = dict.fromkeys(n.rstrip("=") for n in names if n.endswith("=")) | accepted(fn, **dict.fromkeys(point.offers))
-    signature = inspect.signature(fn)
     shown = f"{name}{signature}"
+    shown = shown if len(shown) < 200 else f"{shown[:200]}...)"
     try:
         signature.bind(*(n for n in names if not n.endswith("=")), **by_name)
     except TypeError as e:
@@ -141,8 +151,8 @@ def call(cfg: Config, key: str, *args: Any) -> Any:
     fn = load(path, key)
     try:
         return fn(*args, **({"evaluation": key == "rollout.eval_function"} if "evaluation=" in POINTS[key].takes else {}))
-    except Exception as e:  # a plug-in may fail in any way
-        raise VimeError(f"{key} = {path!r} failed: {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as e:  # a plug-in may fail in any way
+        raise VimeError(f"{key} = {path!r} failed: {said(e)}") from e
 
 
 def loss_side(cfg: Config) -> dict[str, Callable[..., Any]]:

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+PER_TOKEN = ("loss_mask", "rollout_log_probs", "token_versions")  # one entry for each token of the response
+DEEPEST = 100  # levels of nesting in a label or metadata; copying and writing them recurses
 SIBLING = 1 << 40  # apart from each other in uid: samples that one rollout yielded
 
 
@@ -27,6 +29,28 @@ class Status(StrEnum):
 
 State = Status  # inside Sample, Status is the attribute
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # by the server's finish reason
+
+
+def plain(value: Any, at: str, depth: int = 0) -> Any:
+    """`value` as JSON holds it, converted in place where it can be: numpy and torch scalars, arrays and tuples become numbers and lists.
+    Raises: ValueError that names the place under `at`, for anything else (sets, bytes, dates, keys that are no strings), and too deep nesting."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth >= DEEPEST:
+        raise ValueError(f"{at.partition('[')[0]} is nested deeper than {DEEPEST} levels")
+    if isinstance(value, tuple) or callable(getattr(value, "tolist", None)):
+        return plain(list(value) if isinstance(value, tuple) else value.tolist(), at, depth + 1)
+    if not isinstance(value, dict | list):
+        raise ValueError(f"{at} is of type {type(value).__name__}, which JSON cannot hold")
+    for k, v in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        if isinstance(value, dict) and not isinstance(k, str):
+            raise ValueError(f"{at} has the key {k!r:.40}, and JSON's keys are strings")
+        value[k] = plain(v, f"{at}[{k!r:.40}]", depth + 1)
+    return value
+
+
+def _listed(values: Any) -> list[Any] | None:
+    return values if values is None else values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 @dataclass
@@ -172,23 +196,39 @@ class Sample:
         return rows if have is None else np.concatenate([have, rows])
 
     def append_response_tokens(
-        self, args: Any = None, *, tokens: list[int] | None = None, log_probs: list[float] | None = None, trainable: bool = True,
+        self, args: Any = None, *, tokens: Any = None, log_probs: Any = None, trainable: bool = True,
         meta_info: dict[str, Any] | None = None, text: str | None = None, update_terminal_info: bool = True,
     ) -> None:  # fmt: skip
-        """slime's name of append_tokens. Weight versions, sampling mask and experts come from `meta_info` (of vime.slime.post), or the versions
-        stay -1 for the worker to fill in; its finish reason sets the status. Raises: ValueError as append_tokens."""
-        new, info = [int(t) for t in tokens or []], meta_info or {}
+        """slime's name of append_tokens; tokens and log_probs may be lists, arrays, tensors or nothing. Weight versions, sampling mask and
+        experts come from `meta_info` (of vime.slime.post), or the versions stay -1 for the worker to fill in; its finish reason sets the
+        status. Raises: ValueError as append_tokens."""
+        new, lps, info = [int(t) for t in _listed(tokens) or ()], _listed(log_probs), meta_info or {}
         rows = info.get("routed_experts")  # of all tokens
         known = {"versions": info.get("token_versions", -1), "sampling_mask": info.get("sampling_mask")} if trainable else {}
         known |= {"routed_experts": rows[self.routed :]} if trainable and rows is not None else {}
-        self.append_tokens(new, log_probs if trainable else log_probs or None, trainable=trainable, **known)
+        if new or lps:  # else there is nothing to append, as where a turn ended before it began
+            self.append_tokens(new, lps if trainable else lps or None, trainable=trainable, **known)
         self.response += text or ""
         if update_terminal_info and "finish_reason" in info:
             self.status = FINISHED[info["finish_reason"]["type"]]
 
+    def make_plain(self) -> None:
+        """What plug-ins put into label, reward, metadata and the per-token arrays as JSON holds it, see `plain`; the status as a Status.
+        Raises: ValueError naming sample and field."""
+        try:
+            for name in ("tokens", *PER_TOKEN):
+                values = getattr(self, name)
+                if values is not None and not (isinstance(values, list) and set(map(type, values)) <= {int, float, bool}):
+                    setattr(self, name, plain(values, name))
+            for name in ("label", "reward", "metadata", "train_metadata", "prompt"):
+                setattr(self, name, plain(getattr(self, name), name))
+            self.status = State(self.status)
+        except ValueError as e:
+            raise ValueError(f"sample {self.index}: {e}") from None
+
     def check(self) -> None:
         """Raises ValueError unless every per-token array has length `response_length`."""
-        for name in ("loss_mask", "rollout_log_probs", "token_versions"):
+        for name in PER_TOKEN:
             if (n := len(getattr(self, name) or ())) != self.response_length:
                 raise ValueError(f"sample {self.index}: {name} has {n} entries for {self.response_length} response tokens")
         if (n := len(self.rollout_top_p_token_offsets or ())) and n != self.response_length + 1:
@@ -224,7 +264,7 @@ class Sample:
         """Of plain JSON types; the experts are base64 text."""
         plain = {k: list(v) if isinstance(v, array) else v for k, v in asdict(self).items()}
         rows = self.rollout_routed_experts
-        return plain | {"status": self.status.value, "rollout_routed_experts": None if rows is None else npy_text(rows)}
+        return plain | {"status": str(self.status), "rollout_routed_experts": None if rows is None else npy_text(rows)}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Sample:

@@ -18,7 +18,7 @@ from vime import config, hooks, rewards
 from vime.config import Config
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.rollout.generate import Link, link
 from vime.rollout.http import Choice, EngineClient
 from vime.rollout.worker import RolloutWorker
@@ -191,8 +191,8 @@ def check(key: str, path: str, cfg: Config | None = None, **sections: Any) -> No
                 _once(key, fn, cfg, groups)
         except VimeError as e:
             raise VimeError(f"{key} = {path!r}: {e.what}", e.fix) from e
-        except Exception as e:  # the plug-in's own
-            raise VimeError(f"{key} = {path!r} failed: {type(e).__name__}: {e}") from e
+        except (Exception, SystemExit) as e:  # the plug-in's own
+            raise VimeError(f"{key} = {path!r} failed: {said(e)}") from e
 
 
 if __name__ == "__main__":

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 
-from vime import config as configs
 from vime import hooks, rewards
 from vime.config import Config, DataConfig
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
 from vime.errors import VimeError
+from vime.folder import Start, look, opened, summary
 from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
-from vime.rollout.pool import GROUPS, Pool
+from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
@@ -110,8 +109,11 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
     return prompts, held_out
 
 
-def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts]) -> str:
-    """What a run of this configuration would do: --dry-run."""
+def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume: bool, overwrite: bool) -> str:
+    """What a run of this configuration would do: --dry-run. Raises: VimeError where it would be refused."""
+    if resume:
+        restarted = check_start(cfg, prompts, look(cfg, resume, overwrite))
+    place = summary(cfg, resume, overwrite) + (f", {restarted} of them from their prompts" if resume and restarted else "")
     r = cfg.rollout
     group = prompts.peek()
     servers = ", ".join(r.engines) or f"{r.num_engines} vLLM server{'s' if r.num_engines > 1 else ''}"
@@ -123,27 +125,18 @@ data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
 rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)
 train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.fsdp} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
 reward     {cfg.reward.function}
-1st prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""
+folder     {place}
+{"next" if resume else "1st "} prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""
 
 
-def open_folder(cfg: Config, resume: bool, overwrite: bool) -> Path | None:
-    """Make the run's folder, or find the checkpoint to resume from. Returns the checkpoint's folder."""
-    from vime.trainer import checkpoint
-
-    folder = cfg.folder
-    if resume:
-        ckpt = checkpoint.latest(folder / "checkpoints")
-        if ckpt is None:
-            raise VimeError(f"{folder}/checkpoints holds no complete checkpoint to resume from", "start without --resume")
-        return ckpt
-    if folder.exists() and any(folder.iterdir()):
-        if not overwrite:
-            raise VimeError(f"{folder} exists already", "continue it with --resume, replace it with --overwrite, or give another name=...")
-        if not (folder / "config.toml").is_file():
-            raise VimeError(f"{folder} does not look like a run: no config.toml in it, so --overwrite leaves it alone", "give another name=...")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return None
+def check_start(cfg: Config, prompts: Prompts, start: Start) -> int:
+    """Move the prompts to where a resume goes on; returns how many groups of the checkpoint begin again. Raises: VimeError where the run
+    cannot go on from there with this configuration and data."""
+    if not start.ckpt:
+        return 0
+    if not cfg.data.source:
+        prompts.load_state(start.state["prompts"])
+    return len(too_late(cfg, start.state["groups"], start.step + 1))
 
 
 def evaluate(cfg: Config, args: hooks.Args, cluster: Cluster, pool: Pool, held_out: dict[str, Prompts], version: int) -> dict[str, float]:
@@ -208,20 +201,16 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
     Raises: VimeError for anything a person can act on.
     """
     prompts, held_out = preflight(cfg)
+    with opened(cfg, resume, overwrite, partial(check_start, cfg, prompts)) as start:
+        return run(cfg, prompts, held_out, start)
+
+
+def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Start) -> int:
+    """`train` in the run's folder."""
     from vime.cluster import Cluster  # Ray takes seconds to import: not before the inputs are known to be good
     from vime.trainer import checkpoint
 
-    ckpt = open_folder(cfg, resume, overwrite)
-    folder, start = cfg.folder, 0
-    if ckpt:
-        state = json.loads((ckpt / "state.json").read_text())
-        start = state["step"]
-        if not cfg.data.source:
-            prompts.load_state(state["prompts"])  # faults are found before anything starts
-        if start >= cfg.train.steps:
-            raise VimeError(f"{ckpt} is at step {start} of train.steps = {cfg.train.steps}: a resume would do nothing", "raise train.steps")
-    (folder / "samples").mkdir(exist_ok=True)
-    (folder / "config.toml").write_text(configs.dump(cfg))
+    folder, ckpt, state, start = cfg.folder, *begin
     log = MetricLogger(cfg, folder, cfg.train.steps, start)
     saved = start
 

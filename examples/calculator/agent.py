@@ -30,13 +30,13 @@ def calculate(expression):
 async def generate(args, sample, sampling_params):
     text = tokenizer.load(args.model)
     sample.metadata.setdefault("calls", 0)  # an interrupted sample comes back with its metadata
-    while sample.metadata["calls"] < args.max_calls:
+    while True:
         start = sample.metadata.setdefault("start", len(sample.tokens))
         sample = await turn(args, sample, sampling_params | {"stop": ["=", "\n"]})
         said = text.decode(sample.tokens[start:])
         call = re.search(r"<calc>([^=]*)=$", said)
-        if not call or sample.status is not Status.COMPLETED:
-            break
+        if not call or sample.status is not Status.COMPLETED or sample.metadata["calls"] == args.max_calls:
+            break  # after the last result the model still has the last word
         try:
             result = calculate(call[1])
         except ValueError:

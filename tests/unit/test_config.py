@@ -148,3 +148,20 @@ def test_the_reference_names_every_key() -> None:
 
     missing = [n for n in names(config.Config) if f"| `{n}` |" not in text]
     assert not missing
+
+
+def test_an_override_without_a_value_unsets_what_may_be_unset(tmp_path: Path) -> None:
+    """Every key whose default is unset, of whatever type; others are refused rather than taken as something else."""
+    given = {"rollout": {"custom_generate": "m:f"}, "algo": {"eps_clip_high": 0.3}, "eval": {"datasets": [{"name": "a", "prompts": "p", "reward": ""}]}}
+    tree = write(tmp_path, "")
+    tree.write_text(config.dump(config.validate(BASE | given, "t")))
+    cfg = config.load(tree, ["rollout.custom_generate=", "algo.eps_clip_high=", "data.chat_template=''"])
+    assert cfg.rollout.custom_generate is cfg.algo.eps_clip_high is cfg.data.chat_template is cfg.eval.datasets[0].reward is None
+    for title in config.Config.model_fields:
+        section = config._section(config.Config.model_fields[title].annotation)
+        for name, f in section.model_fields.items() if section else ():
+            if f.default is None:
+                assert getattr(getattr(config.validate(BASE | {title: BASE.get(title, {}) | {name: ""}}, "t"), title), name) is None
+    for key in ("seed=", "train.lr=", "train.mode=", "rollout.engines=", "rollout.sample_hook="):
+        with pytest.raises(VimeError, match=key.removesuffix("=")):
+            config.load(tree, [key])

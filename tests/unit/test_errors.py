@@ -1,6 +1,6 @@
 import pickle
 
-from vime.errors import VimeError, nearest
+from vime.errors import VimeError, nearest, said
 
 
 def test_the_line_a_person_sees() -> None:
@@ -17,3 +17,9 @@ def test_an_error_survives_pickling() -> None:
 def test_nearest() -> None:
     assert nearest("stpes", ["steps", "lr"]) == "did you mean 'steps'?"
     assert nearest("zzzz", ["steps", "lr"]) == "valid: lr, steps"
+    assert nearest("zzzz", [f"n{i:03d}" for i in range(100)]).endswith("n023, ... and 76 more")
+
+
+def test_said_is_one_short_line() -> None:
+    assert said(ValueError("a\n  b")) == "ValueError: a b"
+    assert len(said(ValueError("x" * 5000))) < 310

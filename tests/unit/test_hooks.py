@@ -40,9 +40,11 @@ def test_both_spellings_and_callable_objects(path: str) -> None:
         ("two", "is not a dotted path"),
         (":two", "is not a dotted path"),
         ("no_such_pkg.mod:two", "cannot import no_such_pkg.mod: ModuleNotFoundError"),
-        (f"{__name__}:tow", "no function 'tow'.*did you mean 'two'"),
-        (f"{__name__}:number", "no function 'number'"),
-        (f"{__name__}:", "no function ''"),
+        (f"{__name__}:tow", "has no 'tow' .did you mean 'two'"),
+        (f"{__name__}:number", "'number' of .* is of type int, not a function"),
+        (f"{__name__}:", "has no ''"),
+        ("..mod:two", "cannot import ..mod"),
+        ("__future__:that", "it has no function at all"),
     ],
 )
 def test_every_fault_names_key_and_path(path: str, said: str) -> None:
@@ -50,11 +52,44 @@ def test_every_fault_names_key_and_path(path: str, said: str) -> None:
         load(path, "some.key")
 
 
-def test_a_module_that_fails_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "breaks_on_import.py").write_text("1 / 0\n")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit()", "SystemExit: "),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("raise GeneratorExit", "GeneratorExit: "),
+        ("class Odd(BaseException): ...\nraise Odd('skipped')", "Odd: skipped"),
+        ("import no_such_package_at_all", "ModuleNotFoundError: No module named 'no_such_package_at_all'"),
+        ("x = (", "SyntaxError: "),
+        ("raise ValueError('word\\n' * 10_000)", "ValueError: word word"),
+    ],
+)
+def test_a_module_that_fails_on_import_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+    name = f"breaks_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code + "\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(VimeError, match="cannot import breaks_on_import: ZeroDivisionError: division by zero"):
-        load("breaks_on_import:fn", "reward.function")
+    with pytest.raises(VimeError) as e:
+        load(f"{name}:fn", "reward.function")
+    line = str(e.value)
+    assert f"cannot import {name}: {said}" in line and "PYTHONPATH" not in line and "\n" not in line and len(line) < 600
+
+
+def test_a_long_module_is_not_listed_in_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long_module.py").write_text("".join(f"def f{i:04d}(): ...\n" for i in range(500)))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(VimeError, match=r"valid: f0000, f0001, .*\.\.\. and 476 more") as e:
+        load("long_module:zzz", "reward.function")
+    assert len(str(e.value)) < 400
+
+
+@pytest.mark.parametrize("builtin", ["max", "dict", "print", "int", "type", "getattr"])
+def test_builtins_fit_or_are_refused_in_one_line(builtin: str) -> None:
+    """Some have a signature, some have none: neither is a traceback."""
+    with pytest.raises(VimeError, match=f"^rollout.sample_filter = 'builtins:{builtin}': expected|^$") as e:
+        load(f"builtins:{builtin}", "rollout.sample_filter")
+        raise VimeError("")  # it fits
+    assert "\n" not in str(e.value)
 
 
 # ------------------------------------------------------------------ points

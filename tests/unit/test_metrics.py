@@ -115,6 +115,9 @@ def test_a_dump_is_readable(tmp_path: Path) -> None:
     assert first["prompt"] == "é>" and "é" in path.read_text() and first["tokens"] == [7, 8] and first["log_probs"] == [-0.12346, -2.0]
     assert (first["reward"], first["status"], first["weight_versions"]) == (1.0, "completed", [4])
     assert (first["prompt_length"], first["response_length"]) == (2, 2)
+    dump_samples(str(path), [Sample(response="a\ud800é", status="truncated", metadata={"a": b"x"})])
+    half = json.loads(path.read_text())
+    assert half["response"] == "a\ud800é" and half["status"] == "truncated" and half["metadata"] == {"a": "b'x'"}
     assert second["index"] == 9 and list(path.parent.iterdir()) == [path]
 
 

@@ -4,11 +4,13 @@ import itertools
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime import config
-from vime.rollout.pool import Pool, feasible
+from vime.errors import VimeError
+from vime.rollout.pool import UNBOUND, Pool, feasible, too_late
 from vime.rollout.worker import GroupReport
 from vime.sample import Sample, SampleMeta, Status
 
@@ -25,11 +27,21 @@ class Prompts:
         self.given += k
         return [[Sample(group_index=g)] for g in range(self.given - k, self.given)]
 
+    def again(self, g):
+        assert g < self.given
+        return [Sample(group_index=g)]
+
     def state(self):
         return {"given": self.given}
 
     def load_state(self, state):
         self.given = state["given"]
+
+
+def kept(key, tokens):
+    """A group with tokens of these versions, None for those that are masked."""
+    versions, mask = [-1 if v is None else v for v in tokens], [int(v is not None) for v in tokens]
+    return [Sample(group_index=key, token_versions=versions, loss_mask=mask)]
 
 
 class Workers:
@@ -42,7 +54,7 @@ class Workers:
     def submit(self, key, group, version, wave):
         assert key not in self.pending
         tokens = list(group[0].token_versions)
-        tokens = [v if not self.mask or v >= version else None for v in tokens]
+        tokens = [v if v >= (version if self.mask else 0) else None for v in tokens]
         self.pending[key] = [max(1, next(self.work) - len(tokens)), tokens]
 
     def finished(self, timeout):
@@ -56,7 +68,7 @@ class Workers:
             oldest = min((v for v in tokens if v is not None), default=None)
             drop = next(self.fate)
             metas = [] if drop else [SampleMeta(key, key, key, 1, len(tokens), 1, 0.0, Status.COMPLETED, False, tuple(tokens))]
-            out.append((key, GroupReport(key, metas, "unlucky" if drop else None, oldest=oldest), [Sample(group_index=key, token_versions=tokens)]))
+            out.append((key, GroupReport(key, metas, "unlucky" if drop else None, oldest=oldest), kept(key, tokens)))
         return out
 
     def interrupt(self, wave):
@@ -66,8 +78,7 @@ class Workers:
         for key, (_, tokens) in list(self.pending.items()):
             del self.pending[key]
             oldest = min((v for v in tokens if v is not None), default=None)
-            kept = [Sample(group_index=key, token_versions=[-1 if v is None else v for v in tokens])]
-            yield key, GroupReport(key, interrupted=True, oldest=oldest), kept
+            yield key, GroupReport(key, interrupted=True, oldest=oldest), kept(key, tokens)
 
 
 MODES = {
@@ -81,14 +92,15 @@ MODES = {
 }
 
 
-def make(mode, work, fate):
+def make(mode, work, fate, batch=BATCH, step=1):
     tree = {"model": "m", "data": {"prompts": "p"}, **{k: dict(v) for k, v in MODES[mode].items()}}
-    tree.setdefault("rollout", {})["batch_size"] = BATCH
+    tree.setdefault("rollout", {})["batch_size"] = batch
     tree["algo"] = {"correction": "tis"}
     cfg = config.validate(tree, "test")
     workers = Workers(itertools.cycle(work), itertools.cycle([*fate, False]))
     workers.mask = cfg.rollout.mask_offpolicy_prefix
-    return Pool(cfg, workers, Prompts(), 1), workers, cfg
+    workers.now = step - 1
+    return Pool(cfg, workers, Prompts(), step), workers, cfg
 
 
 @settings(max_examples=150, deadline=None)
@@ -132,6 +144,68 @@ def test_a_snapshot_holds_every_group(mode, work):
     assert again.prompts.given == pool.prompts.given
     assert {f.group_index for f in again.ready} == {f.group_index for f in pool.ready}
     assert {f.group_index for f in again.waiting} == {f.group_index for f in (*pool.waiting, *pool.running.values())}
+
+
+def restored(pool, mode, work, batch):
+    """A pool of another configuration that goes on from `pool`'s snapshot."""
+    state, refs = pool.snapshot()
+    again, workers, cfg = make(mode, work, [], batch, pool.step)
+    metas = {f.group_index: f.metas for f in pool.ready}
+    workers.load_groups = lambda path, groups: [(metas.get(g["group_index"], []), ref) for g, ref in zip(groups, refs)]
+    again.restore(state, Path())
+    return again, workers, cfg, state
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(list(MODES)), st.integers(1, BATCH + 2), st.sampled_from(list(MODES)), st.integers(1, BATCH + 2),
+    st.lists(st.integers(1, 12), min_size=1, max_size=12), st.integers(1, 3),
+)  # fmt: skip
+def test_a_resume_with_other_bounds_and_batches_goes_on_and_trains_nothing_too_old(before, batch0, after, batch, work, steps):
+    """Whatever the checkpoint was written with: no hang, no token too old, no group lost or twice, and what was dropped is counted."""
+    pool, workers, _ = make(before, work, [], batch0)
+    trained = []
+    for step in range(1, steps + 1):
+        trained += [f.group_index for f in pool.take()]
+        pool.version = workers.now = step
+    if before in ("one-step-off", "async"):
+        pool.pump()
+    pool, workers, cfg, state = restored(pool, after, work, batch)
+    assert pool.counts["restarted"] == state["counts"].get("restarted", 0) + len(too_late(cfg, state["groups"], steps + 1))
+    finished, calls = workers.finished, itertools.count()
+
+    def counted(timeout):
+        assert next(calls) < 1000, "it hangs"
+        return finished(timeout)
+
+    workers.finished = counted
+    for step in range(steps + 1, steps + 8):
+        batch_ = pool.take()
+        versions = [v for f in batch_ for m in f.metas for v in m.versions if v is not None and v >= 0]
+        assert all(step - 1 - cfg.train.max_staleness <= v <= step - 1 for v in versions), (step, versions)
+        trained += [f.group_index for f in batch_]
+        held = [f.group_index for f in (*pool.ready, *pool.waiting, *pool.running.values())]
+        assert sorted(trained + held) == list(range(pool.prompts.given))
+        pool.version = workers.now = step
+
+
+def test_the_same_configuration_restarts_nothing_that_was_going_on():
+    for mode in ("partial", "partial, masked", "one-step-off", "async"):
+        pool, workers, _ = make(mode, [1, 9, 4], [])
+        for step in range(1, 4):
+            pool.take()
+            pool.version = workers.now = step
+        _, _, cfg, state = restored(pool, mode, [1], BATCH)
+        assert state["groups"] and not too_late(cfg, state["groups"], 4), mode
+
+
+def test_a_source_that_cannot_give_prompts_again_is_refused_before_the_start():
+    source = {"model": "m", "data": {"prompts": "p", "source": "m:S"}, "rollout": {"batch_size": 1}}
+    cfg = config.validate(source, "test")
+    new, old = {"group_index": 3, "oldest": UNBOUND, "ready": False}, {"group_index": 4, "oldest": 5, "ready": True}
+    assert too_late(cfg, [new], 9) == set()
+    with pytest.raises(VimeError, match=r"1 groups of the checkpoint are too old .*max_staleness = 0 and rollout.batch_size = 1.*config.toml"):
+        too_late(cfg, [new, old], 9)
 
 
 @given(st.lists(st.integers(1, 6), max_size=12), st.integers(1, 3))

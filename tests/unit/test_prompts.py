@@ -1,4 +1,6 @@
 import json
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.config import DataConfig
+from vime.config import DataConfig, validate
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
+from vime.hooks import plugin_args
 from vime.model import _char_tokenizer, encode
+from vime.rollout.plugged import UserPrompts
+from vime.sample import Sample
 
 FOLDER = Path(tempfile.mkdtemp())
 _char_tokenizer().save_pretrained(FOLDER)
@@ -126,8 +131,93 @@ def test_all_bad_rows_are_named_at_once(tmp_path: Path) -> None:
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:
     with pytest.raises(VimeError, match=r"25 bad rows") as e:
-        open_prompts(write(tmp_path / "a.jsonl", [{"prompt": ""}] * 25))
+        open_prompts(write(tmp_path / "a.jsonl", [{"prompt": "", "n": i} for i in range(25)] + [{"prompt": "a"}]))
     assert str(e.value).count("no prompt under") == 10 and "and 15 more" in str(e.value)
+
+
+def test_a_fault_of_every_row_is_said_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", words(25))
+    for template, said in (
+        ("{% if %}", "the chat template fails"), ("{{ messages[9].content.x }}", "the chat template fails"), ("{# #}", "rendered to nothing"),
+    ):  # fmt: skip
+        with pytest.raises(VimeError, match=f"25 bad rows.*\n  every row: .*{said}") as e:
+            open_prompts(path, chat_template=template)
+        assert str(e.value).count(said) == 1 and len(str(e.value)) < 700
+
+
+BAD_ROWS = {
+    '{"prompt": "a\\ud800b"}': "the prompt holds '\\ud800', half of a surrogate pair, at position 6",
+    '{"prompt": ' + "[" * 100_000: "not JSON",
+    '{"prompt": "a", "metadata": {"x": ' + "[" * 400 + "]" * 400 + "}}": "metadata is nested deeper than 100 levels",
+    '{"prompt": "a", "label": ' + "[" * 400 + "]" * 400 + "}": "label is nested deeper than 100 levels",
+    '{"prompt": "a", "label": 1' + "0" * 5000 + "}": "not JSON",
+    '{"prompt": [{"role": "user", "content": null}]}': "message 0 of 'prompt', of role 'user': its content is None, not a text",
+    '{"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}': "message 1 of 'prompt'",
+    '{"prompt": [{"role": "user", "content": 7}]}': "message 0 of 'prompt', of role 'user': its content is 7",
+    "\x00": "not JSON",
+}
+
+
+@pytest.mark.parametrize("line", BAD_ROWS, ids=list(BAD_ROWS.values()))
+def test_odd_rows_are_named_and_the_others_are_not(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + '\n{"prompt": "b"}\n')
+    with pytest.raises(VimeError) as e:
+        open_prompts(str(path))
+    text = str(e.value)
+    assert "1 bad row;" in text and f"a.jsonl:2: {BAD_ROWS[line]}" in text and len(text) < 700
+
+
+def test_content_may_be_missing_beside_a_tool_call(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "user", "content": "b"}]
+    template = "{% for m in messages %}{{ m.content or '' }}{% endfor %}"
+    assert open_prompts(write(tmp_path / "a.jsonl", [{"prompt": chat}]), chat_template=template).peek().tokens == encode("ab")
+
+
+def test_parquet_columns_that_have_no_counterpart(tmp_path: Path) -> None:
+    """One that is not used does no harm; one that is used is named."""
+    path = tmp_path / "a.parquet"
+    when = pa.array([1, 2], pa.timestamp("ns"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "when": when}), path)
+    assert open_prompts(str(path), shuffle=False).peek().tokens == [1, *encode("a>")]
+    with pytest.raises(VimeError, match=r"'when', timestamp\[ns\], has no counterpart|label.* datetime.*JSON|when is of type"):
+        open_prompts(str(path), label_key="when")
+    with pytest.raises(VimeError, match=r"no column 'prompts' .data.input_key. .did you mean 'prompt'"):
+        open_prompts(str(path), input_key="prompts")
+    pq.write_table(pa.table({"prompt": ["a", "b"], "label": [b"x", b"y"]}), path)
+    with pytest.raises(VimeError, match="label is of type bytes, which JSON cannot hold"):
+        open_prompts(str(path))
+
+
+def test_a_file_that_breaks_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")  # opens, and gives EIO
+    with pytest.raises(VimeError, match=r"a.jsonl: it cannot be read: OSError: .Errno 5"):
+        open_prompts(str(tmp_path / "a.jsonl"))
+    for path in ("a\0.jsonl", "a" * 5000 + ".jsonl"):
+        with pytest.raises(VimeError, match=r"it cannot be read|no such prompt file") as e:
+            open_prompts(path)
+        assert "\n" not in str(e.value)
+
+
+TOKENIZER_FILES = {
+    "tokenizer.json": [b"", b"[]", b"{}", b"\xff", b'{"model": 3}', None],
+    "tokenizer_config.json": [b"[]", b"3", b"{", b"\xff", b'{"chat_template": 3}', b'{"chat_template": [{"name": "default"}]}', b'{"eos_token": {}}'],
+    "chat_template.jinja": [b"\xff\xfe", b"{{ caf\xe9 }}"],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(k, c) for k, cs in TOKENIZER_FILES.items() for c in cs])
+def test_tokenizer_files_that_are_not_what_they_should_be(tmp_path: Path, name: str, content: bytes | None) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(FOLDER, folder)
+    (folder / name).unlink(missing_ok=True)
+    if content is not None:
+        (folder / name).write_bytes(content)
+    if name == "tokenizer_config.json":
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(VimeError, match=f"its tokenizer does not load: {name}: ") as e:
+        Tokenizer(folder)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 700
 
 
 def test_a_prompt_of_exactly_the_limit_fits(tmp_path: Path) -> None:
@@ -145,6 +235,8 @@ def test_bad_rows_outside_the_slice_pass(tmp_path: Path) -> None:
     [
         ("none.jsonl", None, "no such prompt file"),
         ("e.jsonl", "", "holds no prompts"),
+        ("e.jsonl@[-:2]", '{"prompt": "a"}\n', "no such prompt file.*a slice is written"),
+        ("e.jsonl@[--1:]", '{"prompt": "a"}\n', "no such prompt file.*a slice is written"),
         ("e.jsonl@[5:]", '{"prompt": "a"}\n', "holds no prompts"),
         ("a.parquet", "not parquet", "not a readable parquet file"),
         ("a.csv", "prompt\n", "must be .jsonl or .parquet"),
@@ -165,3 +257,48 @@ def test_templates_that_cannot_be_used(tmp_path: Path) -> None:
     bare.chat_template = None
     with pytest.raises(VimeError, match="no chat template"):
         Prompts(DataConfig(prompts=path), path, bare, 2, 0, 20)
+
+
+class OddSource:
+    """[args] odd names the method that ends, or what is wrong with its samples."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.at("__init__")
+
+    def at(self, where: str) -> None:
+        if self.args.odd == where:
+            sys.exit(0)
+
+    def get_samples(self, n: int) -> list[list[Sample]]:
+        self.at("get_samples")
+        odd = {"set": Sample(prompt="a", label={1}), "surrogate": Sample(prompt="\ud800")}
+        return [[odd.get(self.args.odd, Sample(prompt="a")) for _ in range(2)] for _ in range(n)]
+
+    def add_samples(self, groups: list[Any]) -> None: ...
+
+    def save(self, rollout_id: int) -> None:
+        self.at("save")
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.at("load")
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ("__init__", "SystemExit"), ("get_samples", "get_samples failed: SystemExit"), ("save", "save failed"), ("load", "load failed"),
+        ("set", "prompt 0 failed: ValueError: sample 0: label is of type set"), ("surrogate", "prompt 0 failed"),
+    ],
+)  # fmt: skip
+def test_a_data_source_that_fails_in_any_way_is_named(odd: str, said: str) -> None:
+    data = {"prompts": "-", "source": f"{__name__}:OddSource"}
+    cfg = validate({"model": str(FOLDER), "data": data, "rollout": {"n_samples_per_prompt": 2}, "args": {"odd": odd}}, "t")
+    with pytest.raises(VimeError, match=f"^data.source = '{__name__}:OddSource': .*{said}") as e:
+        prompts = UserPrompts(cfg, plugin_args(cfg))
+        prompts.next(1)
+        prompts.load_state(prompts.state())
+    assert "\n" not in str(e.value)

@@ -8,7 +8,7 @@ import pytest
 
 from vime.config import RewardConfig
 from vime.errors import VimeError
-from vime.rewards import resolve, score
+from vime.rewards import Threads, resolve, score
 from vime.sample import Sample, Status
 
 
@@ -114,6 +114,47 @@ def test_a_reward_that_raises_or_hangs() -> None:
         one(hangs, "", "", timeout=0.05)
     with pytest.raises(VimeError, match=r"no reward within 0\.05 s"):
         one(lambda args, sample: time.sleep(0.5), "", "", timeout=0.05)
+
+
+def test_sync_rewards_wait_for_their_turn_off_the_clock_and_a_hanging_one_takes_no_place_for_good() -> None:
+    """24 calls of 0.1 s, more at once than asyncio's executor would run; then 12 through 4 places, two of which hung before."""
+
+    def slow(args: Any, sample: Sample) -> float:
+        time.sleep(0.1)
+        return 1.0
+
+    def hangs(args: Any, sample: Sample) -> float:
+        time.sleep(2)
+        return 1.0
+
+    async def many(n: int, fn: Any, threads: Threads, timeout: float) -> list[Any]:
+        return await asyncio.gather(*(score(fn, None, Sample(), timeout, threads) for _ in range(n)), return_exceptions=True)
+
+    begun = time.monotonic()
+    assert asyncio.run(many(24, slow, Threads(24), 5)) == [1.0] * 24
+    assert time.monotonic() - begun < 1.5
+
+    async def after_hanging() -> list[Any]:
+        threads = Threads(4)
+        assert all("no reward within 0.05 s" in str(e) for e in await many(4, hangs, threads, 0.05))
+        return await many(12, slow, threads, 0.25)  # the last ones wait 0.2 s for a place
+
+    assert asyncio.run(after_hanging()) == [1.0] * 12
+
+
+@pytest.mark.parametrize("error", [StopIteration("empty"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()])
+def test_what_an_event_loop_cannot_carry_is_named(error: BaseException) -> None:
+    def sync(args: Any, sample: Sample) -> float:
+        raise error
+
+    async def as_coroutine(args: Any, sample: Sample) -> float:
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"it raised {type(error).__name__}"):
+        one(sync, "", "")
+    if isinstance(error, StopIteration | SystemExit):
+        with pytest.raises(RuntimeError, match=f"raised {type(error).__name__}"):
+            one(as_coroutine, "", "")
 
 
 @pytest.mark.parametrize(

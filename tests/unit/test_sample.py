@@ -2,11 +2,13 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.sample import Sample, Status, meta_of
+from vime.sample import Sample, Status, meta_of, plain
 
 ids = st.lists(st.integers(0, 50), max_size=6)
 maybe_ids = st.none() | ids
@@ -85,6 +87,23 @@ def test_slimes_way_to_append() -> None:
         s.append_response_tokens(None, tokens=[5], log_probs=[-1.0])
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, np.float32), iter])
+def test_slimes_way_takes_lists_arrays_tensors_and_nothing(kind: Any) -> None:
+    s, info = Sample(tokens=[1]), {"token_versions": [4, 4], "finish_reason": {"type": "length"}}
+    s.append_response_tokens(None, tokens=kind([7, 8]), log_probs=kind([-0.5, -1.0]), meta_info={"token_versions": [4, 4]})
+    s.append_response_tokens(None, tokens=kind([9]), trainable=False)
+    for none in (None, [], kind([])):
+        s.append_response_tokens(None, tokens=none, text="x")
+        s.append_response_tokens(None, tokens=none, log_probs=[], trainable=False)
+    s.append_response_tokens(None, meta_info=info)
+    assert (s.tokens, s.loss_mask, s.rollout_log_probs) == ([1, 7, 8, 9], [1, 1, 0], [-0.5, -1.0, 0.0]) and type(s.tokens[1]) is int
+    assert s.response == "xxx" and s.status is Status.TRUNCATED
+    for tokens, log_probs in ((None, [-1.0]), (kind([5]), None), (kind([5, 6]), kind([-1.0]))):
+        with pytest.raises(ValueError, match="trainable tokens came with"):
+            s.append_response_tokens(None, tokens=tokens, log_probs=log_probs)
+    assert s.response_length == 3
+
+
 def test_meta_of_refuses_a_sample_that_is_not_whole() -> None:
     s = Sample(index=4, reward=1.0)
     s.append_tokens([1], [-1.0], versions=0)
@@ -140,3 +159,40 @@ def test_supports_that_do_not_fit(first: list[list[int]] | None, then: list[list
     with pytest.raises(ValueError, match=f"sample 7: .*{said}"):
         s.append_tokens([5, 6], [-1.0, -1.0], versions=0, sampling_mask=then)
     assert s.to_dict() == before
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+arrays = st.lists(st.floats(-9, 9, width=32), max_size=3).flatmap(
+    lambda v: st.sampled_from([np.array(v, np.float32), np.array(v), torch.tensor(v), [np.float32(x) for x in v], tuple(v)])
+) | st.integers(0, 9).map(np.int64) | st.booleans().map(np.bool_)  # fmt: skip
+trees = st.recursive(leaves | arrays, lambda t: st.lists(t, max_size=3) | st.dictionaries(st.text(max_size=3), t, max_size=3), max_leaves=12)
+foreign = st.sampled_from([{1}, b"x", 1j, object(), {3: 1}, {("a",): 1}, np.datetime64("2020-01-01", "D"), range(2), np.array([1j])])
+
+
+@given(st.dictionaries(st.text(max_size=3), trees, max_size=3), trees)
+def test_what_can_be_plain_goes_through_json_unchanged(metadata: dict[str, Any], label: Any) -> None:
+    s = Sample(metadata=metadata, label=label, status="completed", tokens=np.array([1, 2]), loss_mask=[np.int64(1)], response_length=1)  # type: ignore[arg-type]
+    s.rollout_log_probs, s.token_versions = torch.tensor([-1.0]), np.array([3])  # type: ignore[assignment]
+    s.make_plain()
+    assert s.metadata is metadata and s.status is Status.COMPLETED
+    again = Sample.from_dict(json.loads(json.dumps(s.to_dict())))
+    assert again == s and again.tokens == [1, 2] and again.rollout_log_probs == [-1.0]
+
+
+@given(foreign, st.lists(st.booleans(), max_size=4), st.sampled_from(["label", "metadata", "reward"]))
+def test_what_json_cannot_hold_is_named_wherever_it_is(value: Any, path: list[bool], name: str) -> None:
+    for as_list in path:
+        value = [value] if as_list else {"k": value}
+    s = Sample(index=6, **{name: {"deep": value}})
+    with pytest.raises(ValueError, match=rf"^sample 6: {name}\['deep'\].*JSON"):
+        s.make_plain()
+
+
+def test_nesting_and_an_unknown_status() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ValueError, match=r"^x is nested deeper than 100 levels"):
+        plain(deep, "x")
+    with pytest.raises(ValueError, match="sample 2: 'done' is not a valid Status"):
+        Sample(index=2, status="done").make_plain()  # type: ignore[arg-type]

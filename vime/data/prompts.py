@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from vime.config import DataConfig
 from vime.data.tokenizer import Tokenizer
-from vime.errors import VimeError
-from vime.sample import Sample
+from vime.errors import VimeError, nearest, said
+from vime.sample import Sample, plain
 
-SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>(-?\d{1,18})?):(?P<stop>(-?\d{1,18})?)\]")
 
 
 class Row(NamedTuple):
@@ -49,9 +49,13 @@ class Prompts:
 
     def next(self, k: int) -> list[list[Sample]]:
         """The next k groups of n samples; `group_index` counts prompts over the whole run, so a second epoch's groups are new ones."""
-        groups = [self._group(g, self.rows[self._row(g)], self.n, "group") for g in range(self.given, self.given + k)]
+        groups = [self.again(g) for g in range(self.given, self.given + k)]
         self.given += k
         return groups
+
+    def again(self, g: int) -> list[Sample]:
+        """Group g as `next` gave it, or will."""
+        return self._group(g, self.rows[self._row(g)], self.n, "group")
 
     def peek(self) -> Sample:
         """The first sample that `next` would give; nothing moves."""
@@ -104,34 +108,46 @@ def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int
     m = SLICE.fullmatch(path)
     file = Path(m["path"] if m else path)
     bounds = slice(*(int(x) if x else None for x in (m["start"], m["stop"]))) if m else slice(None)
-    faults: list[str] = []
-    found: list[tuple[str, str, dict[str, Any]]] = []  # place, rendered prompt, record
-    for place, record in list(_records(file))[bounds]:
+    try:
+        records = list(_records(file, data))[bounds]
+    except (OSError, ValueError) as e:
+        raise VimeError(f"{file}: it cannot be read: {said(e)}") from e
+    bad: list[tuple[str, str]] = []  # place, fault
+    found: list[tuple[str, str, Any, Any]] = []  # place, rendered prompt, label, metadata
+    for place, record in records:
         try:
-            found.append((place, _render(data, record, tokenizer), record))
+            text = _render(data, record, tokenizer)
+            label, metadata = plain(record.get(data.label_key), data.label_key), plain(record.get(data.metadata_key) or {}, data.metadata_key)
+            found.append((place, text, label, metadata))
         except ValueError as e:
-            faults.append(f"{place}: {e}")
+            bad.append((place, str(e)))
     rows = []
     for start in range(0, len(found), 1024):
         part = found[start : start + 1024]
         # a rendered chat template holds its special tokens already
-        ids = tokenizer.encode([text for _, text, _ in part], special_tokens=not data.apply_chat_template)
-        for (place, text, record), tokens in zip(part, ids):
+        ids = tokenizer.encode([text for _, text, *_ in part], special_tokens=not data.apply_chat_template)
+        for (place, text, label, metadata), tokens in zip(part, ids):
+            if not tokens:
+                bad.append((place, "the prompt is rendered to nothing" if data.apply_chat_template else "the prompt has no tokens"))
             if len(tokens) > max_prompt_len:
-                faults.append(f"{place}: prompt of {len(tokens)} tokens, longer than the {max_prompt_len} that the context leaves")
-            rows.append(Row(text, array("i", tokens), record.get(data.label_key), record.get(data.metadata_key) or {}))
+                bad.append((place, f"prompt of {len(tokens)} tokens, longer than the {max_prompt_len} that the context leaves"))
+            rows.append(Row(text, array("i", tokens), label, metadata))
+    faults = [f"{place}: {text}" for place, text in bad]
+    if len(bad) == len(records) > 1 and len({text for _, text in bad}) == 1:  # such as a broken template: nothing of the rows' own
+        faults = [f"every row: {bad[0][1]}"]
     if faults:
         long = any(" tokens, longer than " in f for f in faults)
         shown = "\n  ".join(faults[:10] + ([f"... and {len(faults) - 10} more"] if len(faults) > 10 else []))
         fix = "correct or remove these rows" + (", raise rollout.max_context_len or lower rollout.max_response_len" if long else "")
-        raise VimeError(f"{file}: {len(faults)} bad row{'s' if len(faults) > 1 else ''}; {fix}\n  {shown}")
+        raise VimeError(f"{file}: {len(bad)} bad row{'s' if len(bad) > 1 else ''}; {fix}\n  {shown}")
     if not rows:
         raise VimeError(f"{path} holds no prompts", "check the file and the @[a:b] slice")
     return rows
 
 
-def _records(file: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) for each row; a line that isn't JSON comes as a ValueError object, so that bad lines outside the slice pass."""
+def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
+    """(place, record) for each row, of parquet the columns that are used; a line that isn't JSON comes as a ValueError object, so that bad
+    lines outside the slice pass. Raises: VimeError; OSError or ValueError of reading."""
     if not file.is_file():
         raise VimeError(f"no such prompt file: {file}", "a slice is written path@[a:b]" if "@" in file.name else "")
     if file.suffix == ".parquet":
@@ -139,10 +155,18 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet
 
         try:
-            records = pyarrow.parquet.read_table(file).to_pylist()
+            table = pyarrow.parquet.read_table(file)
         except (pyarrow.ArrowException, OSError) as e:
             raise VimeError(f"{file}: not a readable parquet file: {e}") from e
-        yield from ((f"{file}: row {i}", r) for i, r in enumerate(records))
+        if data.input_key not in table.column_names:
+            raise VimeError(f"{file}: no column {data.input_key!r} (data.input_key)", nearest(data.input_key, table.column_names))
+        columns = {}
+        for key in {data.input_key, data.label_key, data.metadata_key} & set(table.column_names):
+            try:
+                columns[key] = table.column(key).to_pylist()
+            except (pyarrow.ArrowException, ValueError, KeyError) as e:
+                raise VimeError(f"{file}: column {key!r}, {table.schema.field(key).type}, has no counterpart in Python: {said(e)}") from e
+        yield from ((f"{file}: row {i}", dict(zip(columns, row))) for i, row in enumerate(zip(*columns.values())))
         return
     if file.suffix not in (".jsonl", ".json"):
         raise VimeError(f"{file}: prompts must be .jsonl or .parquet")
@@ -151,7 +175,7 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 try:
                     yield f"{file}:{number}", json.loads(line)
-                except ValueError as e:  # JSONDecodeError or UnicodeDecodeError
+                except (ValueError, RecursionError) as e:  # JSONDecodeError, UnicodeDecodeError, or nested too deep
                     yield f"{file}:{number}", ValueError(f"not JSON: {e}")
 
 
@@ -171,11 +195,21 @@ def _render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
     if not data.apply_chat_template:
         if chat:
             raise ValueError("a list of chat messages needs data.apply_chat_template = true")
-        return str(prompt)
+        return _text(str(prompt))
     messages = prompt if chat else [{"role": "user", "content": prompt}]
+    for i, m in enumerate(messages):
+        if not isinstance(m.get("content"), str | list) and not (m.get("tool_calls") and m.get("content") is None):
+            raise ValueError(f"message {i} of {data.input_key!r}, of role {m['role']!r}: its content is {m.get('content')!r:.40}, not a text")
     try:
-        return tokenizer.render(messages, data.chat_template)
+        return _text(tokenizer.render(messages, data.chat_template))
     except ValueError:
         raise
     except Exception as e:  # templates raise what they like
-        raise ValueError(f"the chat template fails: {type(e).__name__}: {e}") from e
+        raise ValueError(f"the chat template fails: {said(e)}") from e
+
+
+def _text(text: str) -> str:
+    """Raises: ValueError for half of a surrogate pair, which JSON can spell and no tokenizer takes."""
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"the prompt holds {half[0]!r}, half of a surrogate pair, at position {half.start()}: not a Unicode character")
+    return text

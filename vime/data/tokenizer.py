@@ -9,33 +9,39 @@ from typing import Any
 
 from tokenizers import Tokenizer as Rust
 
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 
 
 class Tokenizer:
     """tokenizer.json, the special tokens and the chat template of a Hugging Face folder; the same ids as AutoTokenizer gives.
 
-    Raises: VimeError where tokenizer.json is missing or not readable.
+    Raises: VimeError where tokenizer.json is missing, or a file is not readable or not what it should be.
     """
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
+        file = folder / "tokenizer.json"
         try:
-            self._rust = Rust.from_file(str(folder / "tokenizer.json"))
+            self._rust = Rust.from_file(str(file))
             file = folder / "tokenizer_config.json"
-            config = json.loads(file.read_text()) if file.exists() else {}
-        except Exception as e:  # the Rust side raises plain Exception
-            fix = "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes tokenizer.json where a model comes without"
-            raise VimeError(f"{folder}: its tokenizer does not load: {e}", fix) from e
+            config = json.loads(file.read_text("utf-8")) if file.exists() else {}
+            named = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+            template = config.get("chat_template")
+            if isinstance(template, list):  # several named ones
+                template = {t["name"]: t["template"] for t in template}.get("default")
+            if not isinstance(template, str | None):
+                raise TypeError(f"its chat_template is of type {type(template).__name__}, not a string")
+            file = folder / "chat_template.jinja"
+            template = file.read_text("utf-8") if file.exists() else template
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # the Rust side raises plain Exception, or panics, which is none
+            fix = "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes the files anew, tokenizer.json too where a model comes without"
+            raise VimeError(f"{folder}: its tokenizer does not load: {file.name}: {said(e)}", fix) from e
         self._rust.no_truncation()
         self._rust.no_padding()
-        named = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
         self.special: dict[str, str] = {k: v for k, v in named.items() if isinstance(v, str)}
-        template = config.get("chat_template")
-        if isinstance(template, list):  # several named ones
-            template = {t["name"]: t["template"] for t in template}.get("default")
-        file = folder / "chat_template.jinja"
-        self.chat_template: str | None = file.read_text() if file.exists() else template
+        self.chat_template: str | None = template
 
     def encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; special_tokens: with what the tokenizer puts around a text (<bos>, ...)."""

@@ -10,14 +10,13 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from vime.config import Config
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.sample import Sample
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -130,11 +129,25 @@ class MetricLogger:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The rows of `folder`/metrics.jsonl; a last line that a crash cut short is left out, a missing file is an empty one."""
+    """The rows of `folder`/metrics.jsonl; a last line that a crash cut short is left out, a missing file is an empty one.
+    Raises: VimeError naming the line for anything else that is not a row of metrics."""
+    file = folder / "metrics.jsonl"
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise VimeError(f"{file} cannot be read: {said(e)}", "move it away") from e
     rows: list[dict[str, Any]] = []
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            rows.append(json.loads(line))
+    for number, line in enumerate(lines[:-1] if lines[-1] == b"" else lines, 1):
+        try:
+            row = json.loads(line)
+            if type(row["step"]) is not int or not all(v is None or isinstance(v, int | float) for v in row.values()):
+                raise TypeError("step must be a whole number, the metrics numbers or null")
+            rows.append(row)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            if number < len(lines) - (lines[-1] == b""):
+                raise VimeError(f"{file}:{number} is damaged: {said(e)}", "remove this line") from e
     return rows
 
 
@@ -186,7 +199,7 @@ def dump_samples(path: str, *groups: list[Sample]) -> None:
     rows = (
         {
             "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
-            "label": s.label, "reward": s.reward, "status": s.status.value, "prompt_length": s.prompt_length,
+            "label": s.label, "reward": s.reward, "status": str(s.status), "prompt_length": s.prompt_length,
             "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
             "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
             "loss_mask": s.loss_mask,
@@ -196,7 +209,8 @@ def dump_samples(path: str, *groups: list[Sample]) -> None:
     target = Path(path)
     tmp = target.with_suffix(".tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
-    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    # half a surrogate pair, which a response may hold, has no UTF-8
+    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), "utf-8", errors="backslashreplace")
     tmp.replace(target)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from math import isfinite  # `math` becomes this package's submodule
 from typing import Any
 
 from vime import hooks
 from vime.config import RewardConfig
 from vime.errors import VimeError, nearest
-from vime.sample import Sample, Status
+from vime.rewards.math import HELPERS, math_reward
+from vime.sample import Sample, Status, plain
 
 Reward = Callable[[Any, Sample], Any]
 
@@ -44,47 +47,98 @@ def resolve(reward: RewardConfig, function: str | None = None) -> Reward:
     if function == "regex":
         return regex(reward.pattern or "")
     if function == "math":
-        from vime.rewards.math import math_reward
-
         return math_reward
     if not {":", "."} & set(function):
         raise VimeError(f"reward.function = {function!r}: no such built-in", nearest(function, ["math", "exact", "regex"]))
     return hooks.load(function, "reward.function")
 
 
-async def score(fn: Reward, args: Any, sample: Sample, timeout: float) -> float | dict[str, Any]:
+class Threads:
+    """Where sync rewards run, `size` of them at a time (math: one a helper). asyncio's own executor has four more threads than the machine has
+    cores, and loses one for good to each call that hangs."""
+
+    def __init__(self, size: int = 64):
+        self._free, self._math = asyncio.Semaphore(size), asyncio.Semaphore(HELPERS)
+
+    async def call(self, timeout: float, fn: Callable[..., Any], *args: Any) -> Any:
+        """What `fn` returns or raises. The clock starts with the thread, not while the call waits for its turn.
+        Raises: VimeError after `timeout` seconds; nobody can end the thread, it goes on unheeded."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def settle(value: Any, error: Exception | None) -> None:
+            if not done.cancelled():
+                done.set_exception(error) if error else done.set_result(value)
+
+        def run() -> None:
+            value, error = None, None
+            try:
+                value = fn(*args)
+            except BaseException as e:
+                error = _carried(e)
+            with suppress(RuntimeError):  # the loop is closed already
+                loop.call_soon_threadsafe(settle, value, error)
+
+        async with self._math if fn is math_reward else self._free:
+            threading.Thread(target=run, name="reward", daemon=True).start()
+            await asyncio.wait({done}, timeout=timeout)
+            if not done.done():
+                done.cancel()
+                raise _late(timeout)
+            return done.result()
+
+
+def _carried(e: BaseException) -> Exception:
+    """`e`, or an exception that names it where `e` would end the event loop (sys.exit) or cannot pass through it (StopIteration)."""
+    if isinstance(e, Exception) and not isinstance(e, StopIteration):
+        return e
+    return RuntimeError(f"it raised {type(e).__name__}: {e}")
+
+
+def _late(timeout: float) -> VimeError:
+    return VimeError(f"no reward within {timeout:g} s", "raise reward.timeout")
+
+
+async def score(fn: Reward, args: Any, sample: Sample, timeout: float, threads: Threads | None = None) -> float | dict[str, Any]:
     """One sample's reward: a finite float, or the function's dict unchanged.
 
-    A sync function runs in a thread (which nobody can end: after `timeout` seconds it goes on, unheeded).
-    Raises: VimeError after the timeout, or for a value that is neither; whatever the function raises.
+    A sync function runs in one of `threads`. Raises: VimeError after the timeout, or for a value that is neither; whatever the function
+    raises, sys.exit() and StopIteration as a RuntimeError.
     """
-    return _checked(await _call(fn, args, sample, timeout))
+    return _checked(await _call(fn, args, sample, timeout, threads or Threads()))
 
 
-async def score_group(fn: Reward, args: Any, samples: list[Sample], timeout: float) -> list[float | dict[str, Any]]:
+async def score_group(
+    fn: Reward, args: Any, samples: list[Sample], timeout: float, threads: Threads | None = None
+) -> list[float | dict[str, Any]]:
     """As `score`, for a function of a whole group (reward.group): one value per sample."""
-    values = list(await _call(fn, args, samples, timeout))
+    values = list(await _call(fn, args, samples, timeout, threads or Threads()))
     if len(values) != len(samples):
         raise VimeError(f"{len(values)} rewards came back for {len(samples)} samples")
     return [_checked(v) for v in values]
 
 
-async def _call(fn: Reward, args: Any, sample: Any, timeout: float) -> Any:
+async def _call(fn: Reward, args: Any, sample: Any, timeout: float, threads: Threads) -> Any:
+    value = fn(args, sample) if inspect.iscoroutinefunction(fn) else await threads.call(timeout, fn, args, sample)
+    if not inspect.isawaitable(value):
+        return value
     try:
         async with asyncio.timeout(timeout) as limit:
-            value = fn(args, sample) if inspect.iscoroutinefunction(fn) else await asyncio.to_thread(fn, args, sample)
-            if inspect.isawaitable(value):
-                value = await value
-            return value
+            return await value
     except TimeoutError as e:
         if not limit.expired():
             raise  # the function's own
-        raise VimeError(f"no reward within {timeout:g} s", "raise reward.timeout") from e
+        raise _late(timeout) from e
+    except SystemExit as e:
+        raise _carried(e) from e
 
 
 def _checked(value: Any) -> float | dict[str, Any]:
     if isinstance(value, dict):
-        return value
+        try:
+            return dict(plain(value, "the reward"))
+        except ValueError as e:
+            raise VimeError(str(e)) from e
     try:
         number = float(value)
     except (TypeError, ValueError) as e:

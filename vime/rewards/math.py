@@ -18,10 +18,11 @@ from vime.sample import Sample
 
 LIMIT_S = 5  # per answer
 LIMIT_BYTES = 4 << 30  # address space of a helper
+HELPERS = min(4, os.cpu_count() or 1)
 Helper = subprocess.Popen[str]
 
 _idle: queue.LifoQueue[Helper | None] = queue.LifoQueue()  # None: a helper that is yet to be started
-for _ in range(min(4, os.cpu_count() or 1)):
+for _ in range(HELPERS):
     _idle.put(None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vime import hooks
-from vime.errors import VimeError, nearest
+from vime.errors import VimeError, nearest, said
 from vime.hooks import DynamicFilterOutput
 from vime.sample import Sample
 
@@ -36,7 +36,7 @@ def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> 
         return None, False
     try:
         out = hooks.keeps(fn(args, samples))
-    except Exception as e:  # a plug-in may fail in any way
-        what = f"{args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}: {type(e).__name__}: {e}"
+    except (Exception, SystemExit) as e:  # a plug-in may fail in any way
+        what = f"{args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}: {said(e)}"
         raise VimeError(f"rollout.dynamic_filter = {what}") from e
     return (None, False) if out.keep else (out.reason or "dynamic_filter", out.keep_when_insufficient)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vime import hooks
 from vime.config import Config
 from vime.data.tokenizer import load
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.rollout.worker import finished
 from vime.sample import Sample, Status, meta_of
 
@@ -22,41 +24,49 @@ class UserPrompts:
 
     def __init__(self, cfg: Config, args: hooks.Args):
         self.cfg, self.given = cfg, 0
+        self.path = f"data.source = {cfg.data.source!r}"
+        self.source = self._of_user("it", lambda: hooks.load(cfg.data.source or "", "data.source")(args))
+
+    def _of_user(self, what: str, call: Callable[[], Any]) -> Any:
         try:
-            self.source = hooks.load(cfg.data.source or "", "data.source")(args)
+            return call()
         except VimeError:
             raise
-        except Exception as e:  # a plug-in may fail in any way
-            raise VimeError(f"data.source = {cfg.data.source!r} failed: {type(e).__name__}: {e}") from e
+        except (Exception, SystemExit) as e:  # a plug-in may fail in any way
+            raise VimeError(f"{self.path}: {what} failed: {said(e)}") from e
 
     def __len__(self) -> int:
         return len(self.source)
 
     def next(self, k: int) -> list[list[Sample]]:
-        groups, want = self.source.get_samples(k), self.cfg.rollout.n_samples_per_prompt
+        groups, want = self._of_user("get_samples", lambda: self.source.get_samples(k)), self.cfg.rollout.n_samples_per_prompt
         if len(groups) != k or any(len(g) != want for g in groups):
             what = f"get_samples({k}) gave groups of {[len(g) for g in groups]} samples"
-            raise VimeError(f"data.source = {self.cfg.data.source!r}: {what}", f"{k} of rollout.n_samples_per_prompt = {want} are needed")
-        tokenizer = load(self.cfg.model)
+            raise VimeError(f"{self.path}: {what}", f"{k} of rollout.n_samples_per_prompt = {want} are needed")
         for g, group in enumerate(groups, self.given):
             for i, s in enumerate(group):
                 s.group_index, s.index, s.rollout_id, s.session_id = g, g * want + i, g * want + i, f"group-{g}"
-                if not s.tokens:
-                    text = s.prompt if isinstance(s.prompt, str) else tokenizer.render(s.prompt, self.cfg.data.chat_template)
-                    s.tokens = tokenizer.encode([text], special_tokens=not self.cfg.data.apply_chat_template)[0]
+                self._of_user(f"prompt {g}", partial(self._made_ready, s))
         self.given += k
         return groups
 
+    def _made_ready(self, s: Sample) -> None:
+        s.make_plain()
+        if not s.tokens:
+            tokenizer, data = load(self.cfg.model), self.cfg.data
+            text = s.prompt if isinstance(s.prompt, str) else tokenizer.render(s.prompt, data.chat_template)
+            s.tokens = tokenizer.encode([text], special_tokens=not data.apply_chat_template)[0]
+
     def state(self) -> dict[str, Any]:
         """The user's object saves its own state under the number of groups given out."""
-        self.source.save(self.given)
+        self._of_user("save", lambda: self.source.save(self.given))
         return {"given": self.given, "source": self.cfg.data.source}
 
     def load_state(self, d: dict[str, Any]) -> None:
         if d.get("source") != self.cfg.data.source:
-            raise VimeError(f"data.source = {self.cfg.data.source!r}: this run began with {d.get('source')!r}")
+            raise VimeError(f"{self.path}: this run began with {d.get('source')!r}")
         self.given = d["given"]
-        self.source.load(self.given)
+        self._of_user("load", lambda: self.source.load(self.given))
 
 
 class Buffer:
@@ -108,6 +118,8 @@ def process_batch(pool: Pool, args: hooks.Args, batch: list[Flight]) -> None:
 def settle(pool: Pool, f: Flight, group: list[Sample]) -> None:
     """Make `group` the samples that are trained for this flight."""
     try:
+        for s in group:
+            s.make_plain()
         f.metas = [meta_of(s, pool.cfg.reward.key) for s in group]
     except ValueError as e:
         raise VimeError(f"group {f.group_index}: {e}", "look at the plug-ins") from e
@@ -125,7 +137,7 @@ def whole_rollout(pool: Pool, args: hooks.Args) -> tuple[list[Flight], dict[str,
     for group in groups:
         for part, s in enumerate(group):
             if not finished(s):
-                raise VimeError(f"{at}: sample {s.index} is {s.status.value}", "add_samples() takes back what is not finished")
+                raise VimeError(f"{at}: sample {s.index} is {s.status}", "add_samples() takes back what is not finished")
             s.loss_mask = s.loss_mask or [1] * s.response_length
             known = s.token_versions or [-1] * s.response_length
             s.token_versions = [pool.version if v < 0 and trained else v for v, trained in zip(known, s.loss_mask)]

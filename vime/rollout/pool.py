@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vime.cluster import Cluster
 
 GROUPS = "groups.jsonl"  # in a checkpoint: the samples of every group under way, a group a line
+UNBOUND = 1 << 60  # `oldest` of a group that waits without tokens: no step is too late for it
 DRAWS = 10  # batches of groups that may be dropped in one step: a filter that drops all would otherwise draw prompts forever
 
 
@@ -35,7 +36,7 @@ class Flight:
 
     group_index: int
     group: Any
-    oldest: int  # weight version of the oldest token that will be trained; while there is none, of the weights it was started with
+    oldest: int  # weight version of the oldest token that will be trained; while there is none, of the weights it was started with, or UNBOUND
     metas: list[SampleMeta] = field(default_factory=list)  # once it is finished
     data: Any = None  # reference to the finished samples
     reason: str = ""  # of a spare: why it was filtered
@@ -44,6 +45,29 @@ class Flight:
 def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
     """Whether groups with these deadlines can be trained in time by steps of `batch` groups each, the first of them `step`."""
     return all(step + math.ceil(n / batch) - 1 <= deadline for n, deadline in enumerate(sorted(deadlines), 1))
+
+
+def too_late(cfg: Config, groups: list[dict[str, Any]], step: int) -> set[int]:
+    """Which of a snapshot's groups `cfg` could not train in time from `step` on: its train.max_staleness or rollout.batch_size may be smaller
+    than the one the checkpoint was written with. They start again from their prompts; of the others as many as possible are kept.
+
+    Raises: VimeError where there are some and data.source cannot give their prompts again.
+    """
+    r, bound = cfg.rollout, cfg.train.max_staleness
+    goes_on = r.mask_offpolicy_prefix or r.function or (bound > 0 and (r.partial_rollout or cfg.train.mode == "async"))
+    late, fit = set(), 0
+    for g in sorted(groups, key=lambda g: (g["oldest"], not g["ready"])):
+        if g["oldest"] == UNBOUND or (not g["ready"] and (r.mask_offpolicy_prefix or r.function)):
+            continue  # no tokens, or they are not trained, or the user's own affair
+        if (g["ready"] or goes_on) and step + fit // r.batch_size <= g["oldest"] + bound + 1:
+            fit += 1
+        else:
+            late.add(g["group_index"])
+    if late and cfg.data.source:
+        now = f"train.max_staleness = {bound} and rollout.batch_size = {r.batch_size}"
+        what = f"{len(late)} groups of the checkpoint are too old to be trained with {now}, and data.source cannot give their prompts again"
+        raise VimeError(what, "resume with the values that the run had, they are in its config.toml")
+    return late
 
 
 class Pool:
@@ -65,7 +89,7 @@ class Pool:
 
     def flight(self, group: list[Sample]) -> Flight:
         versions = [v for s in group for v, trained in zip(s.token_versions, s.loss_mask) if trained]
-        return Flight(group[0].group_index, group, min(versions, default=self.version))
+        return Flight(group[0].group_index, group, min(versions, default=UNBOUND))
 
     def deadline(self, f: Flight) -> int:
         return f.oldest + self.bound + 1
@@ -78,8 +102,8 @@ class Pool:
             return
         while len(self.running) + len(self.ready) + len(self.spares) < target:
             flight = self.waiting.pop(0) if self.waiting else self.flight(self.prompts.next(1)[0])
-            if self.bound == 0 or self.cfg.rollout.mask_offpolicy_prefix:
-                flight.oldest = self.version
+            masked = self.bound == 0 or self.cfg.rollout.mask_offpolicy_prefix
+            flight.oldest = self.version if masked else min(flight.oldest, self.version)
             self.running[flight.group_index] = flight
             self.cluster.rollouts.submit(flight.group_index, flight.group, self.version, self.wave)
 
@@ -112,7 +136,7 @@ class Pool:
         if keep:
             flight.group, flight.oldest = data, self.version if oldest is None else oldest
         else:
-            flight.oldest = self.version
+            flight.oldest = UNBOUND
         self.waiting.append(flight)
         self.waiting.sort(key=lambda f: (f.oldest, f.group_index))
 
@@ -173,16 +197,26 @@ class Pool:
     def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
         """What a checkpoint must keep: JSON-able state (position in the prompts included), and references to the samples of every group
         that is drawn and not trained. A running group is kept as it was submitted: after a resume it runs again from there."""
-        flights = [(f, True, f.data) for f in self.ready] + [(f, False, f.group) for f in (*self.waiting, *self.running.values())]
-        groups = [{"group_index": f.group_index, "oldest": f.oldest, "ready": ready} for f, ready, _ in flights]
-        return {"prompts": self.prompts.state(), "groups": groups, "counts": dict(self.counts)}, [ref for _, _, ref in flights]
+        flights = [(f, f.oldest, True, f.data) for f in self.ready] + [(f, f.oldest, False, f.group) for f in self.waiting]
+        for f in self.running.values():  # its samples are here only where it was new when it was submitted
+            flights.append((f, self.flight(f.group).oldest if isinstance(f.group, list) else f.oldest, False, f.group))
+        groups = [{"group_index": f.group_index, "oldest": oldest, "ready": ready} for f, oldest, ready, _ in flights]
+        return {"prompts": self.prompts.state(), "groups": groups, "counts": dict(self.counts)}, [ref for *_, ref in flights]
 
     def restore(self, state: dict[str, Any], folder: Path) -> None:
-        """Continue where `snapshot` was taken; `folder` holds the checkpoint. Raises: VimeError as Prompts.load_state."""
+        """Continue where `snapshot` was taken; `folder` holds the checkpoint. Raises: VimeError as Prompts.load_state and `too_late`."""
         self.prompts.load_state(state["prompts"])
         self.counts.update(state["counts"])
+        late = too_late(self.cfg, state["groups"], self.step)
         for kept, (metas, ref) in zip(state["groups"], self.cluster.load_groups(folder / GROUPS, state["groups"]), strict=True):
             flight = Flight(kept["group_index"], ref, kept["oldest"])
-            if kept["ready"]:
+            if flight.group_index in late:
+                assert not isinstance(self.prompts, UserPrompts)
+                flight.group = self.prompts.again(flight.group_index)
+                self.put_back(flight, None, None)
+            elif kept["ready"]:
                 flight.metas, flight.data = metas, ref
-            (self.ready if kept["ready"] else self.waiting).append(flight)
+                self.ready.append(flight)
+            else:
+                self.waiting.append(flight)
+        self.waiting.sort(key=lambda f: (f.oldest, f.group_index))

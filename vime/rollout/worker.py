@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vime import hooks, rewards
 from vime.config import Config
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.rollout import filters
 from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
 from vime.rollout.http import EngineClient, EngineDown
@@ -51,6 +51,7 @@ class RolloutWorker:
         self.hooks = [hooks.load(path, "rollout.sample_hook") for path in r.sample_hook]
         self.filter = filters.resolve(r.dynamic_filter)
         self.slots = Slots(max(1, r.concurrency * (len(r.engines) or r.num_engines) // r.num_workers))
+        self.threads = rewards.Threads(self.slots.size)
         self._stops: dict[int, asyncio.Event] = {}
 
     async def interrupt(self, wave: int) -> None:
@@ -167,6 +168,7 @@ class RolloutWorker:
             if not out or not all(isinstance(s, Sample) for s in out) or len({id(s) for s in out}) < len(out):
                 raise TypeError(f"it returned {got!r:.80}, not a Sample or a list of different Samples")
             for part, s in enumerate(out):
+                s.make_plain()
                 if s.status is Status.PENDING:
                     raise ValueError("it returned a sample that is still pending: set its status, ABORTED where it is to be continued")
                 s.index, s.group_index, s.rollout_id, s.part = index, group, rollout, part
@@ -178,8 +180,8 @@ class RolloutWorker:
             return out
         except VimeError:
             raise
-        except Exception as e:  # a plug-in may fail in any way
-            raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {type(e).__name__}: {e}") from e
+        except (Exception, SystemExit) as e:  # a plug-in may fail in any way
+            raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {said(e)}") from e
 
     async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
         """What rollout.sample_hook makes of the sample."""
@@ -189,9 +191,10 @@ class RolloutWorker:
                 got = await got if inspect.isawaitable(got) else got
                 if not isinstance(got, Sample | None):
                     raise TypeError(f"it returned {type(got).__name__}, neither a Sample nor None")
-            except Exception as e:
-                raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {type(e).__name__}: {e}") from e
-            sample = got or sample
+                sample = got or sample
+                sample.make_plain()
+            except (Exception, SystemExit) as e:
+                raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {said(e)}") from e
         return sample
 
     async def _score_all(self, samples: list[Sample]) -> bool:
@@ -199,7 +202,7 @@ class RolloutWorker:
         together = [s for s in samples if self.cfg.reward.group and s.reward is None and not s.custom_rm_path]
         if together:
             with self._blame(together[0]):
-                values = await rewards.score_group(self.reward, self.args, together, self.cfg.reward.timeout)
+                values = await rewards.score_group(self.reward, self.args, together, self.cfg.reward.timeout, self.threads)
             for s, value in zip(together, values):
                 s.reward = value
         await all_of(*(self._score(s) for s in samples))
@@ -215,16 +218,16 @@ class RolloutWorker:
         if sample.reward is None:
             with self._blame(sample):
                 fn = rewards.resolve(self.cfg.reward, sample.custom_rm_path) if sample.custom_rm_path else self.reward
-                sample.reward = await rewards.score(fn, self.args, sample, self.cfg.reward.timeout)
+                sample.reward = await rewards.score(fn, self.args, sample, self.cfg.reward.timeout, self.threads)
 
     @contextmanager
     def _blame(self, sample: Sample) -> Iterator[None]:
         try:
             yield
-        except Exception as e:  # a reward may fail in any way
-            said = e.what if isinstance(e, VimeError) else f"{type(e).__name__}: {e}"
+        except (Exception, SystemExit) as e:  # a reward may fail in any way
+            what = e.what if isinstance(e, VimeError) else said(e)
             fix = 'reward.on_error = "skip" drops such groups'
-            raise RewardError(f"reward {sample.custom_rm_path or self.cfg.reward.function!r} failed on {_name(sample)}: {said}", fix) from e
+            raise RewardError(f"reward {sample.custom_rm_path or self.cfg.reward.function!r} failed on {_name(sample)}: {what}", fix) from e
 
     async def close(self) -> None:
         await self.client.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 
 PARTIAL, FULL = ".tmp", "is the disk full? earlier checkpoints are intact"
 
@@ -59,3 +59,18 @@ def complete(folder: Path) -> list[Path]:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint; partial ones are ignored."""
     return found[-1] if (found := complete(folder)) else None
+
+
+def read_state(ckpt: Path) -> dict[str, Any]:
+    """A checkpoint's state.json. Raises: VimeError where it, or what must lie beside it, is not as `write` left it."""
+    try:
+        state = json.loads((ckpt / "state.json").read_text("utf-8"))
+        step, groups = state["step"], state["groups"]
+        whole = [step, state["prompts"]["given"], *state["counts"].values(), *(g[k] for g in groups for k in ("group_index", "oldest"))]
+        if not all(type(n) is int for n in whole) or not all(type(g["ready"]) is bool for g in groups):
+            raise TypeError("step, prompts.given, counts and groups must be whole numbers, groups.*.ready true or false")
+        if lacks := [name for name in ["trainer", *(["groups.jsonl"] if groups else [])] if not (ckpt / name).exists()]:
+            raise FileNotFoundError(f"no {' and no '.join(lacks)} beside it")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise VimeError(f"{ckpt}/state.json is damaged: {said(e)}", f"remove {ckpt}: a resume then takes the one before it") from e
+    return dict(state)

@@ -1,0 +1,36 @@
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vime import doctor
+from vime.doctor import GIB
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    return {what: (state, found) for state, what, found in doctor.checks(None)}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_limits_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    total = doctor.memory()[1]
+    assert total == psutil.virtual_memory().total, "no group: the machine's"
+    folder, names = {1: ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")), 2: (".", ("memory.max", "memory.current"))}[version]
+    (tmp_path / folder).mkdir(exist_ok=True)
+    limit, used = (tmp_path / folder / n for n in names)
+    (tmp_path / folder / "memory.stat").write_text("cache 9\ninactive_file 100\ntotal_inactive_file 100\n")
+    used.write_text("300\n")
+    limit.write_text("1000\n")
+    assert doctor.memory() == (800, 1000)
+    for unlimited in ("max\n", f"{2**63 - 4096}\n"):
+        limit.write_text(unlimited)
+        assert doctor.memory()[1] == total
+
+
+@pytest.mark.parametrize(("free", "state"), [(5.9, "warn"), (6.1, "ok")])
+def test_little_memory_says_what_it_means(monkeypatch: pytest.MonkeyPatch, free: float, state: str) -> None:
+    monkeypatch.setattr(doctor, "memory", lambda: (int(free * GIB), 20 * GIB))
+    got, found = rows()["memory"]
+    assert got == state and f"{free} of 20.0 GiB free" in found
+    assert ("at 95% use, 1.0 GiB free, Ray kills workers and trainer ranks" in found) == (state == "warn")
