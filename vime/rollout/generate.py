@@ -27,6 +27,20 @@ class Slots:
         self.size = size
         self._free = asyncio.Semaphore(size)
         self._turn = asyncio.Lock()  # two half-filled holders would wait for each other
+        self._owed = 0  # permits to take away once they are free
+
+    def resize(self, size: int) -> None:
+        """More permits at once; fewer as those that are held come back."""
+        self._owed += max(0, self.size - size)
+        for _ in range(size - self.size):
+            self._give()
+        self.size = size
+
+    def _give(self) -> None:
+        if self._owed:
+            self._owed -= 1
+        else:
+            self._free.release()
 
     @asynccontextmanager
     async def take(self, n: int) -> AsyncIterator[None]:
@@ -35,11 +49,14 @@ class Slots:
             async with self._turn:
                 while taken < min(n, self.size):
                     await self._free.acquire()
-                    taken += 1
+                    if self._owed:
+                        self._owed -= 1
+                    else:
+                        taken += 1
             yield
         finally:
             for _ in range(taken):
-                self._free.release()
+                self._give()
 
 
 class Link(NamedTuple):
