@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
 
     about = "Load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance."
     b = sub.add_parser("bench", help=about, description=about).add_subparsers(dest="what", required=True, metavar="COMMAND")
-    b = b.add_parser("rollout", help=about, description=about)
-    b.add_argument(
+    o = b.add_parser("rollout", help=about, description=about)
+    o.add_argument(
         "targets", nargs="+", metavar="CONFIG | URL", help="a run's TOML file: its prompts, its servers, which are started; or servers that run"
     )
     o.add_argument("--seconds", type=float, default=20, help="how long requests are sent (20)")

@@ -24,39 +24,27 @@ class Slots:
     """A semaphore whose holders take several permits at once, first come first served; more than there are means all of them."""
 
     def __init__(self, size: int):
-        self.size = size
-        self._free = asyncio.Semaphore(size)
-        self._turn = asyncio.Lock()  # two half-filled holders would wait for each other
-        self._owed = 0  # permits to take away once they are free
-
-    def resize(self, size: int) -> None:
-        """More permits at once; fewer as those that are held come back."""
-        self._owed += max(0, self.size - size)
-        for _ in range(size - self.size):
-            self._give()
-        self.size = size
-
-    def _give(self) -> None:
-        if self._owed:
-            self._owed -= 1
-        else:
-            self._free.release()
+        self.size, self.held = size, 0
+        self._turn = asyncio.Lock()  # its holder is the one that waits
+        self._changed = asyncio.Event()
 
     @asynccontextmanager
     async def take(self, n: int) -> AsyncIterator[None]:
-        taken = 0
+        async with self._turn:
+            while self.held + (taken := min(n, self.size)) > self.size:
+                self._changed.clear()
+                await self._changed.wait()
+            self.held += taken
         try:
-            async with self._turn:
-                while taken < min(n, self.size):
-                    await self._free.acquire()
-                    if self._owed:
-                        self._owed -= 1
-                    else:
-                        taken += 1
             yield
         finally:
-            for _ in range(taken):
-                self._give()
+            self.held -= taken
+            self._changed.set()
+
+    def resize(self, size: int) -> None:
+        """More permits at once, or fewer: those that are held stay so."""
+        self.size = size
+        self._changed.set()
 
 
 class Link(NamedTuple):
