@@ -36,7 +36,10 @@ def made(**sections):
 
 
 def test_tables_become_servers(tmp_path):
-    tables = [{"count": 2, "vllm": {"max_num_seqs": 4, "port": 9000}, "env": {"CUDA_VISIBLE_DEVICES": "0"}}, {"vllm": {"enable-prefix-caching": False}}]
+    tables = [
+        {"count": 2, "vllm": {"max_num_seqs": 4, "port": 9000}, "env": {"CUDA_VISIBLE_DEVICES": "0"}},
+        {"vllm": {"enable-prefix-caching": False}},
+    ]
     cfg = made(engine=tables, vllm={"max-num-seqs": 8, "port": 8000, "block_size": 32})
     shared = {"block_size": 32}
     assert [s.vllm for s in cfg.servers] == [
@@ -126,7 +129,7 @@ def test_an_idle_server_is_named_once():
 # ------------------------------------------------------------------ control
 
 
-@given(st.lists(st.tuples(st.sampled_from("take give size".split()), st.integers(1, 9)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "size"]), st.integers(1, 9)), max_size=60))
 def test_permits_are_never_lost_when_their_number_changes(steps):
     async def go():
         slots, held = Slots(4), []
@@ -142,10 +145,10 @@ def test_permits_are_never_lost_when_their_number_changes(steps):
                 free = asyncio.Event()
                 held.append((asyncio.create_task(hold(n, free)), free))
             elif held:
-                task, free = held.pop(0)
+                _task, free = held.pop(0)
                 free.set()
             await asyncio.sleep(0)
-        for task, free in held:
+        for _task, free in held:
             free.set()
         for _ in range(20):
             await asyncio.sleep(0)
@@ -183,7 +186,10 @@ def test_the_socket_answers_its_user_only_whatever_the_folders_length(tmp_path):
     served = control.Control(fleet, folder, None, None)
     try:
         assert stat.S_IMODE((folder / control.NAME).stat().st_mode) == 0o600
-        assert [line.split()[:3] for line in control.command(str(folder), "list", []).splitlines()[1:]] == [["0", "serving,", "down"], ["1", "serving,", "down"]]
+        assert [line.split()[:3] for line in control.command(str(folder), "list", []).splitlines()[1:]] == [
+            ["0", "serving,", "down"],
+            ["1", "serving,", "down"],
+        ]
         for action, words, said in (
             ("drain", ["7"], "there is no engine 7"), ("drain", [], "drain takes N"), ("list", ["1"], "list takes nothing more"),
             ("replace", ["1", "max_num_seqs=3"], r"engine 1 \(http://b\) was started elsewhere"), ("add", ["http://a/"], "one of the run's already"),
@@ -193,7 +199,7 @@ def test_the_socket_answers_its_user_only_whatever_the_folders_length(tmp_path):
         fleet.out = {1}
         with pytest.raises(VimeError, match=r"engine 0 \(http://a\) is the only one that serves"):
             control.command(str(folder), "drain", ["0"])
-        with served._one, pytest.raises(VimeError, match="another .* is under way"):
+        with served._one, pytest.raises(VimeError, match=r"another .* is under way"):
             control.command(str(folder), "drain", ["0"])
     finally:
         served.close()
