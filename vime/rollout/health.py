@@ -119,21 +119,21 @@ class Fleet:
         with self.lock:
             self._each(lambda c: c.wake_up())
 
-    def _each(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
-        """On every server at once; a dead one is left to the watch, which restarts it."""
+    def _each(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]], which: Iterable[int] | None = None) -> None:
+        """On every server, or `which`, at once; a dead one is left to the watch, which restarts it."""
 
         async def one(i: int) -> None:
             with suppress(EngineDown):
                 await call(self._clients[i])
 
         async def every() -> None:
-            await asyncio.gather(*map(one, self.serving()))
+            await asyncio.gather(*map(one, self.serving() if which is None else which))
 
         self._run(every())
 
     def abort(self) -> None:
         """End every request on every server; each gives back what it has. A dead server has none."""
-        self._each(lambda c: c.post(ABORT, {}))
+        self._each(lambda c: c.post(ABORT, {}, timeout=10), range(len(self.urls)))  # one that is being drained, too
 
     def publish(self, version: int, path: str, canary: Canary | None, tol: float = 1e-3) -> None:
         """Bring weights `version`, the safetensors at `path`, to every server, one that dies meanwhile included, and prove that they took.
