@@ -123,7 +123,9 @@ class Cluster:
         worker = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
         self.workers = [worker.remote(cfg, url, i) for i in range(cfg.rollout.num_workers)]
         external = range(len(started), len(urls))
-        self.fleet = Fleet(urls, self.restart_engine, self.router, cfg.weights.in_flight, external, drafts_itself(cfg))
+        self.fleet = Fleet(urls, self.restart_engine, self.router, cfg.weights.in_flight, external)
+        for i in self.engines:
+            self._note_draft(i)
         self.fleet.probe()
         self.gather(ready, "trainer rank")
         self.write_pids()
@@ -202,6 +204,11 @@ class Cluster:
         actor = ray.remote(Engine).options(num_cpus=0, max_restarts=-1)
         return actor.remote(self.cfg, i, str(self.folder.resolve()), free_port(), changes)
 
+    def _note_draft(self, i: int) -> None:
+        assert self.fleet
+        args = Engine(self.cfg, i, str(self.folder), 0, self.changes.get(i)).arguments(0)
+        (self.fleet.drafts.add if drafts_itself(args) else self.fleet.drafts.discard)(i)
+
     def start_engine(self, i: int, changes: dict[str, Any]) -> str:
         """One more server, with number i; returns its URL."""
         engine = self._engine(i, changes)
@@ -210,7 +217,8 @@ class Cluster:
         except (*DEAD, rex.RayTaskError) as e:
             ray.kill(engine)
             raise cause(e) from None
-        self.engines[i] = engine
+        self.engines[i], self.changes[i] = engine, changes
+        self._note_draft(i)
         return url
 
     def restart_engine(self, i: int, changes: dict[str, Any] | None = None) -> None:
@@ -220,7 +228,7 @@ class Cluster:
         for attempt in (1, 2):
             try:
                 ray.get(self.engines[i].restart.remote(self.changes[i]))
-                return
+                return self._note_draft(i)
             except DEAD as e:
                 if attempt == 2:
                     raise VimeError(f"engine {i}: the process that holds it keeps dying: {cause(e)}") from e

@@ -91,10 +91,10 @@ def cause(text: str) -> str:
     return (real or ["see the log tail"])[-1].strip()[:300]
 
 
-def drafts_itself(cfg: Config) -> bool:
-    """Whether the servers' draft model is the policy itself, so that its weights are those that are published."""
-    spec = cfg.vllm.get("speculative_config", cfg.vllm.get("speculative-config"))
-    return isinstance(spec, dict) and spec.get("model") == cfg.model
+def drafts_itself(args: dict[str, Any]) -> bool:
+    """Whether a server with these arguments, `model` among them, drafts with the policy itself, whose weights change."""
+    spec = args.get("speculative_config")
+    return isinstance(spec, dict) and spec.get("model") == args["model"]
 
 
 class Served:

@@ -31,16 +31,17 @@ class Fleet:
     """All servers of a run, by index.
 
     restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere, as those in `external` were. The
-    router is restarted, too. `drafts`: the servers' draft model is the policy itself, and gets its weights as well.
+    router is restarted, too. The draft model of those in `drafts` is the policy itself, and gets its weights as well.
     Sync methods; the HTTP calls run in a private event loop thread. Publishing, healing and whoever holds `lock` exclude each other.
     """
 
     def __init__(
         self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep",
-        external: Iterable[int] = (), drafts: bool = False,
+        external: Iterable[int] = (), drafts: Iterable[int] = (),
     ):  # fmt: skip
-        self.urls, self.restart, self.router, self.in_flight, self.drafts = list(urls), restart, router, in_flight, drafts
-        self.external, self.out = set(external), set[int]()  # out: those that `vime engines` took out; they get no requests and no weights
+        self.urls, self.restart, self.router, self.in_flight = list(urls), restart, router, in_flight
+        self.external, self.drafts = set(external), set(drafts)
+        self.out = set[int]()  # those that `vime engines` took out; they get no requests and no weights
         self.counts = {"engine_restarts": 0, "router_restarts": 0, "idle_alarm": 0}
         self.changed: Callable[[], None] = lambda: None  # called when a server or the router has another process, or their number changed
         self._clients = [EngineClient(u) for u in urls]
@@ -76,7 +77,7 @@ class Fleet:
         for i in self.serving() if only is None else [only]:
             c = self._clients[i]
             try:
-                self._run(c.probe(NEEDS | {DRAFT_START} if self.drafts else NEEDS))
+                self._run(c.probe(NEEDS | {DRAFT_START} if i in self.drafts else NEEDS))
                 self._run(c.post(INIT, {"init_info": {}}))
                 self._run(c.prompt_logprobs([0, 0]))
             except VimeError as e:
@@ -178,7 +179,7 @@ class Fleet:
             await c.post(RESUME)
             said = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
             raise VimeError(f"{at}: {w.path}{said}", "it keeps the weights it had") from e
-        if self.drafts:
+        if i in self.drafts:
             await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
             await c.post(DRAFT_START)
             await c.post(UPDATE, {"update_info": {"path": w.path}}, timeout=1800)
