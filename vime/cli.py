@@ -14,6 +14,8 @@ EXAMPLES = """examples:
   vime train run.toml --dry-run                    check everything, start nothing
   vime train run.toml train.lr=2e-5 name=lr2e-5    override any key of docs/config.md
   vime train run.toml --resume                     continue from the newest checkpoint
+  vime engines runs/demo list                      the servers of a running job; drain, replace and add them
+  vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
   vime doctor                                      what this machine can run, and what is missing
 """
 
@@ -54,6 +56,27 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("--moe", action="store_true", help="a mixture of 8 experts, 2 for each token")
     y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
 
+    e = sub.add_parser(
+        "engines", help="list, drain, replace or add servers of a running job", formatter_class=raw,
+        description="Run-time control of a running job's vLLM servers, from another terminal; training goes on.\n"
+        "list        number, URL, state, requests and weights of each\n"
+        "drain N     no new requests to engine N; returns once it has none left. It stays out until it is replaced\n"
+        "replace N   drain it, start it anew (with KEY=VALUE as other vLLM arguments), give it the current weights, let it serve\n"
+        "add [URL]   one more server, started here (KEY=VALUE as its vLLM arguments) or at URL",
+    )  # fmt: skip
+    e.add_argument("run", help="the run's folder, <run_dir>/<name>")
+    e.add_argument("action", choices=["list", "drain", "replace", "add"])
+    e.add_argument("what", nargs="*", metavar="N | URL | KEY=VALUE", help="see above; the value is read as TOML, else as a string")
+
+    about = "Load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance."
+    b = sub.add_parser("bench", help=about, description=about).add_subparsers(dest="what", required=True, metavar="COMMAND")
+    o = b.add_parser("rollout", help=about, description=about)
+    o.add_argument(
+        "targets", nargs="+", metavar="CONFIG | URL", help="a run's TOML file: its prompts, its servers, which are started; or servers that run"
+    )
+    o.add_argument("--seconds", type=float, default=20, help="how long requests are sent (20)")
+    o.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
     c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
     c.add_argument("config", nargs="?", help="TOML file to resolve; without it the reference of all keys is printed")
     c.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
@@ -72,6 +95,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from vime import config
 
+    if args.command == "engines":
+        from vime.rollout import control
+
+        print(control.command(args.run, args.action, args.what))
+        return 0
+    if args.command == "bench":
+        from vime import bench
+
+        return bench.rollout(args.targets, args.seconds, args.json)
     if args.command == "config":
         sys.stdout.write(config.dump(config.load(args.config, args.overrides)) if args.config else config.reference())
         return 0

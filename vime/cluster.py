@@ -8,9 +8,12 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,9 @@ from vime.config import Config
 from vime.errors import VimeError, said
 from vime.observe.metrics import dump_samples
 from vime.procs import free_port
-from vime.rollout.engine import Engine
+from vime.rollout.control import Control
+from vime.rollout.engine import Engine, drafts_itself
+from vime.rollout.gauges import Gauges, summary
 from vime.rollout.health import Fleet
 from vime.rollout.router import Router
 from vime.rollout.worker import GroupReport, RolloutWorker
@@ -67,17 +72,22 @@ class Cluster:
 
     def __init__(self, cfg: Config, folder: Path, take_signals: Callable[[], None] = lambda: None):
         self.cfg, self.folder, self.take_signals = cfg, folder, take_signals
-        self.engines: list[Any] = []
+        self.engines: dict[int, Any] = {}  # by number: those that this run started
+        self.changes: dict[int, dict[str, Any]] = {}  # vLLM arguments that `vime engines` gave them
         self.workers: list[Any] = []
         self.trainers: list[Any] = []
         self.router: Router | None = None
         self.fleet: Fleet | None = None
+        self.control: Control | None = None
+        self.gauges: Gauges | None = None
         self.counts = {"groups_redone": 0}
         self.turn = itertools.count()
         self.rollouts = Rollouts(self)
         self.meanwhile: Callable[[], None] = lambda: None  # called about every second while something else is waited for
         self._ray_pids: list[psutil.Process] = []
         self._dumps: list[Any] = []
+        self._closing = threading.Event()
+        self._notes = ThreadPoolExecutor(1, thread_name_prefix="pids")
 
     # ---------------------------------------------------------------- start and end
 
@@ -101,57 +111,124 @@ class Cluster:
         env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         folder = str(self.folder.resolve())
-        urls = list(cfg.rollout.engines)
-        if not urls:
-            actor = ray.remote(Engine).options(num_cpus=0, max_restarts=-1)
-            self.engines = [actor.remote(cfg, i, folder, free_port()) for i in range(cfg.rollout.num_engines)]
-        started = [e.start.remote() for e in self.engines]
+        self.engines = {i: self._engine(i, {}) for i in range(len(cfg.servers))}
+        started = [e.start.remote() for e in self.engines.values()]
         trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
         port = free_port()
         self.trainers = [trainer.remote(cfg, r, cfg.parallel.fsdp, host, port) for r in range(cfg.parallel.fsdp)]
         ready = [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
-        urls = urls or self.gather(started, "engine")
+        urls = [*self.gather(started, "engine"), *(u.rstrip("/") for u in cfg.rollout.engines)]
         self.router = Router(cfg, urls, folder)
         url = self.router.start()
         worker = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
         self.workers = [worker.remote(cfg, url, i) for i in range(cfg.rollout.num_workers)]
-        self.fleet = Fleet(urls, self.restart_engine if self.engines else None, self.router, cfg.weights.in_flight)
+        external = range(len(started), len(urls))
+        self.fleet = Fleet(urls, self.restart_engine, self.router, cfg.weights.in_flight, external)
+        for i in self.engines:
+            self._note_draft(i)
         self.fleet.probe()
         self.gather(ready, "trainer rank")
         self.write_pids()
+        self.fleet.changed = self.changed
+        self.control = Control(self.fleet, self.folder, self.restart_engine, self.start_engine)
+
+    def measure(self) -> None:
+        """Begin to look at the servers' own metrics."""
+        fleet = self.fleet
+        assert fleet
+        self.gauges = Gauges(lambda: {i: fleet.urls[i] for i in fleet.serving()})
+
+    def measured(self, step: int) -> tuple[dict[str, float], list[str]]:
+        """The servers' metrics since the last call; in async mode also a line on each that begins to be idle."""
+        assert self.gauges and self.fleet
+        meters = self.gauges.take()
+        lines = []
+        if self.cfg.train.mode == "async":
+            idle, news = self.gauges.idlers(meters)
+            self.fleet.counts["idle_alarm"] += len(idle)
+            told = "nothing to do: raise train.max_staleness or rollout.batch_size, or use fewer servers"
+            lines = [f"engine {i} ({self.fleet.urls[i]}) was idle {1 - meters[i].share('busy'):.0%} of step {step}: {told}" for i in sorted(news)]
+        return summary(meters.values()), lines
+
+    def changed(self) -> None:
+        """A process was started anew, or servers came or went: tell the workers and processes.json, without waiting for them."""
+        assert self.fleet
+        if not self._closing.is_set():
+            for w in self.workers:
+                w.resize.remote(len(self.fleet.serving()))
+            with contextlib.suppress(RuntimeError):  # the run ends
+                self._notes.submit(self.write_pids)
 
     def write_pids(self) -> None:
-        """processes.json: who is who, for a person with py-spy, gdb or kill."""
+        """processes.json: who is who, for a person with py-spy, gdb or kill. An actor that gives no answer in time is left out."""
         actors = {f"worker-{i}": a for i, a in enumerate(self.workers)} | {f"trainer-{i}": a for i, a in enumerate(self.trainers)}
         pids = {k: a.__ray_call__.remote(lambda _: os.getpid()) for k, a in actors.items()}
-        pids |= {f"engine-{i}": a.pid.remote() for i, a in enumerate(self.engines)}
+        pids |= {f"engine-{i}": a.pid.remote() for i, a in self.engines.items()}
         found = {"driver": os.getpid(), "router": self.router.pid() if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
-        (self.folder / "processes.json").write_text(json.dumps(found | dict(zip(pids, ray.get(list(pids.values())))), indent=1))
+        waiting, end = list(pids.values()), time.monotonic() + 30
+        while waiting and time.monotonic() < end and not self._closing.is_set():
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
+        for name, ref in pids.items():
+            if ref not in waiting:
+                with contextlib.suppress(rex.RayError):
+                    found[name] = ray.get(ref)
+        tmp = self.folder / "processes.json.tmp"
+        tmp.write_text(json.dumps(found, indent=1))
+        tmp.replace(self.folder / "processes.json")
 
     def close(self) -> None:
         """End what this run started, in reverse order; safe to call twice and after any failure."""
+        self._closing.set()
+        if self.control:
+            self.control.close()
+        if self.gauges:
+            self.gauges.close()
         if self.fleet:
             self.fleet.close()
+        self._notes.shutdown(cancel_futures=True)  # before Ray: a call to it would start a new one
         if ray.is_initialized() and self.ray_alive():
-            stops = [e.stop.remote() for e in self.engines]
+            stops = [e.stop.remote() for e in self.engines.values()]
             ray.wait(stops, num_returns=len(stops), timeout=20) if stops else None
-            for a in [*self.workers, *self.trainers, *self.engines]:
+            for a in [*self.workers, *self.trainers, *self.engines.values()]:
                 ray.kill(a)
         if self.router:
             self.router.stop()
-        self.fleet = self.router = None
-        self.engines, self.workers, self.trainers = [], [], []
+        self.fleet = self.router = self.control = self.gauges = None
+        self.engines, self.workers, self.trainers = {}, [], []
         with contextlib.redirect_stderr(io.StringIO()):  # where Ray has died it would print its state here, for no reader
             ray.shutdown()
         if self.cfg.weights.transport == "shm":
             shutil.rmtree(location(self.cfg), ignore_errors=True)
 
-    def restart_engine(self, i: int) -> None:
-        """Start engine i anew on its port. Ray itself restarts the actor where the actor's process died, too."""
+    def _engine(self, i: int, changes: dict[str, Any]) -> Any:
+        actor = ray.remote(Engine).options(num_cpus=0, max_restarts=-1)
+        return actor.remote(self.cfg, i, str(self.folder.resolve()), free_port(), changes)
+
+    def _note_draft(self, i: int) -> None:
+        assert self.fleet
+        args = Engine(self.cfg, i, str(self.folder), 0, self.changes.get(i)).arguments(0)
+        (self.fleet.drafts.add if drafts_itself(args) else self.fleet.drafts.discard)(i)
+
+    def start_engine(self, i: int, changes: dict[str, Any]) -> str:
+        """One more server, with number i; returns its URL."""
+        engine = self._engine(i, changes)
+        try:
+            url = str(ray.get(engine.start.remote()))
+        except (*DEAD, rex.RayTaskError) as e:
+            ray.kill(engine)
+            raise cause(e) from None
+        self.engines[i], self.changes[i] = engine, changes
+        self._note_draft(i)
+        return url
+
+    def restart_engine(self, i: int, changes: dict[str, Any] | None = None) -> None:
+        """Start engine i anew on its port, with these and earlier changes of its vLLM arguments. Ray itself restarts the actor where the
+        actor's process died, too."""
+        self.changes[i] = self.changes.get(i, {}) | (changes or {})
         for attempt in (1, 2):
             try:
-                ray.get(self.engines[i].restart.remote())
-                return
+                ray.get(self.engines[i].restart.remote(self.changes[i]))
+                return self._note_draft(i)
             except DEAD as e:
                 if attempt == 2:
                     raise VimeError(f"engine {i}: the process that holds it keeps dying: {cause(e)}") from e
@@ -197,10 +274,16 @@ class Cluster:
             except rex.RayTaskError as e:
                 c = cause(e)
                 if isinstance(c, VimeError):
-                    found["known"] = c
+                    found["known"] = self.named(c)
                 else:
                     found["raised"] = VimeError(f"{name}: {type(c).__name__}: {c}", log=str(e)[-3000:])
         return found.get("died") or found.get("known") or found["raised"]
+
+    def named(self, e: VimeError) -> VimeError:
+        """`e` with the number of each server whose URL it names: workers and the router know URLs only."""
+        for i, url in enumerate(self.fleet.urls if self.fleet else []):
+            e = type(e)(re.sub(rf"(?<!\()\b{re.escape(url)}\b", f"engine {i} ({url})", e.what), e.fix, e.log)
+        return e
 
     # ---------------------------------------------------------------- work
 
@@ -247,6 +330,8 @@ class Cluster:
                 assert self.router
                 args = hooks.plugin_args(self.cfg, self.router.url)
                 hooks.call(self.cfg, "weights.post_write", args, str(Path(new.path).parent), list(fleet.urls))
+            if self.cfg.rollout.colocate:
+                fleet.wake()
             proof = canary if self.cfg.weights.canary else None
             fleet.publish(version, new.path, proof, tol, new.deltas, lambda: self.whole(version))
         return new.metrics | ({"weights/delta_refused": float(fleet.delta_refused)} if self.cfg.weights.delta else {})
@@ -258,6 +343,12 @@ class Cluster:
             return str(ray.get(ref))
         except (*DEAD, rex.RayTaskError):
             raise self.blame([ref], "trainer rank") from None
+
+    def sleep(self) -> None:
+        """Colocated mode: the servers leave their memory to the trainer until the next publish."""
+        assert self.fleet
+        if self.cfg.rollout.colocate:
+            self.fleet.sleep(self.cfg.rollout.sleep_level)
 
     def save(self, folder: Path) -> None:
         """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first."""
@@ -329,6 +420,7 @@ class Rollouts:
                 out.append((args[0], ray.get(ref), data))
             except DEAD:
                 self.cluster.counts["groups_redone"] += 1
+                self.cluster.changed()
                 if redo:
                     self.submit(*args)
                 else:

@@ -41,8 +41,10 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """Rollout: vLLM servers behind one vllm-router, and the workers that talk to them."""
 
-    num_engines: int = Field(1, ge=1, description="vLLM servers to start")
-    engines: list[str] = Field([], description="URLs of vLLM servers started elsewhere; then none is started")
+    num_engines: int = Field(1, ge=1, description="vLLM servers to start, all alike; [[engine]] tables start different ones")
+    engines: list[str] = Field([], description="URLs of vLLM servers started elsewhere; then only [[engine]] tables start more")
+    colocate: bool = Field(False, description="sync mode, servers on the trainer's GPUs: they sleep while it trains (vLLM's /sleep, not on a CPU)")
+    sleep_level: Literal[1, 2] = Field(1, description="of colocate: 1 keeps weights in host memory; 2 drops them, each publish brings them anew")
     num_workers: int = Field(1, ge=1, description="rollout workers (Ray actors)")
     batch_size: int = Field(8, ge=1, description="prompts (groups) per step")
     n_samples_per_prompt: int = Field(8, ge=1, description="samples per prompt: the group size of GRPO")
@@ -83,6 +85,14 @@ class RolloutConfig(Section):
         if given >= room:
             raise ValueError(f"max_response_len {given} leaves no room for a prompt in max_context_len {room}")
         return self
+
+
+class EngineTable(Section):
+    """A group of vLLM servers that differs from others. The tables take the place of `rollout.num_engines`: docs/engines.md."""
+
+    count: int = Field(1, ge=1, description="servers of this kind")
+    vllm: dict[str, Any] = Field({}, description="vLLM server arguments of this group, laid over [vllm]; the k-th server takes port + k")
+    env: dict[str, str] = Field({}, description="environment variables of these servers, as CUDA_VISIBLE_DEVICES")
 
 
 class RewardConfig(Section):
@@ -270,6 +280,7 @@ class Config(Section):
     model: str = Field(description="folder of a Hugging Face model (config, safetensors, tokenizer)")
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    engine: list[EngineTable] = []
     reward: RewardConfig = RewardConfig()
     algo: AlgoConfig = AlgoConfig()
     loss: LossConfig = LossConfig()
@@ -291,6 +302,20 @@ class Config(Section):
     @property
     def samples_per_step(self) -> int:
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def servers(self) -> list[EngineTable]:
+        """One table for each server that this run starts, with all of its vLLM arguments (underscores in their names)."""
+        tables = self.engine or ([] if self.rollout.engines else [EngineTable(count=self.rollout.num_engines)])
+        out: list[EngineTable] = []
+        for t in tables:
+            for k in range(t.count):
+                own, base = ({key.replace("-", "_"): v for key, v in d.items()} for d in (t.vllm, self.vllm))
+                args = base | own
+                if args.get("port") is not None:
+                    args["port"] = int(args["port"]) + (k if "port" in own else len(out))
+                out.append(EngineTable(vllm=args, env=t.env))
+        return out
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -321,6 +346,13 @@ class Config(Section):
             faults.append("weights.delta_full_every has no meaning without weights.delta: every version is published whole")
         if self.loss.custom and (corrected or self.algo.use_opsm or self.loss.custom_reducer):
             faults.append("loss.custom takes the place of the policy loss: leave out algo.correction, custom_tis, use_opsm and loss.custom_reducer")
+        if self.engine and r.num_engines > 1:
+            faults.append(f"rollout.num_engines = {r.num_engines} and {len(self.engine)} [[engine]] tables: leave one of them out")
+        for i, table in enumerate(self.engine):
+            if shared := sorted({"model", "dtype", "logprobs_mode", "weight_transfer_config"} & {k.replace("-", "_") for k in table.vllm}):
+                faults.append(f"engine.{i}.vllm.{shared[0]}: all servers take the same weights and give comparable logprobs: set it for all, or not")
+        if r.colocate and t.mode == "async":
+            faults.append('rollout.colocate: servers that sleep while the trainer trains need train.mode = "sync"')
         if faults:
             raise ValueError("; ".join(faults))
         return self
@@ -411,7 +443,7 @@ def reference() -> str:
         for name, f in model.model_fields.items():
             kind = f.annotation
             if section := _section(kind):
-                tables.append((f"[{name}]" if section is kind else f"[[{title.strip('[]')}.{name}]]", section))
+                tables.append((f"[{name}]" if section is kind else f"[[{title.strip('[]') + '.' if model is not Config else ''}{name}]]", section))
                 continue
             shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
             default = "required" if f.is_required() else "unset" if f.default is None else f"`{f.default!r}`"

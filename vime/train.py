@@ -23,6 +23,7 @@ from vime.folder import Start, look, opened, summary
 from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
+from vime.rollout.engine import on_cpu
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
@@ -95,6 +96,8 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         attempt(f"eval dataset {d.name}: ", rewards.resolve, cfg.reward, d.reward)
         if d.custom_generate:
             attempt(f"eval dataset {d.name}: ", hooks.load, d.custom_generate, "rollout.custom_generate")
+    if cfg.rollout.colocate and cfg.servers and on_cpu():
+        faults.append("rollout.colocate: this vLLM is built for the CPU, where a server that is told to sleep frees nothing; leave it out")
     attempt("", rewards.resolve, cfg.reward)
     attempt("", filters.resolve, cfg.rollout.dynamic_filter)
     if cfg.weights.delta and attempt("", server_dtype, cfg) == "float32":
@@ -116,7 +119,8 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
     place = summary(cfg, resume, overwrite) + (f", {restarted} of them from their prompts" if resume and restarted else "")
     r = cfg.rollout
     group = prompts.peek()
-    servers = ", ".join(r.engines) or f"{r.num_engines} vLLM server{'s' if r.num_engines > 1 else ''}"
+    own = len(cfg.servers)
+    servers = ", ".join([*([f"{own} vLLM server{'s' if own > 1 else ''}"] if own else []), *r.engines])
     evaluated = "; eval " + (", ".join(f"{name}: {len(p)}" for name, p in held_out.items()) or "none")
     optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
     return f"""\
@@ -239,6 +243,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                     pool.restore(state, ckpt)
                 cluster.publish(start)
                 cluster.fleet.watch()
+                cluster.measure()
                 interrupt.looping = True
             if cfg.train.mode == "async":
                 cluster.meanwhile = pool.pump
@@ -251,6 +256,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 batch, own = whole_rollout(pool, args) if cfg.rollout.function else (pool.take(), {})
                 process_batch(pool, args, batch)
                 t1 = time.monotonic()
+                cluster.sleep()
 
                 data = {f.group_index: f.data for f in batch}
                 metas = [m for f in batch for m in f.metas]
@@ -271,7 +277,10 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 hook, extra, metrics = cfg.log.rollout_hook, pool.metrics() | own, dict(stats)
                 if not (hook and hooks.call(cfg, "log.rollout_hook", step - 1, args, cluster.fetch(data), extra, t1 - t0)):
                     metrics |= rollout_metrics(metas, step - 1, t1 - t0) | extra
-                metrics |= {"weights/sync_s": t3 - t2, "weights/version": float(step)} | sent
+                of_servers, lines = cluster.measured(step)
+                for line in lines:
+                    console.print(f"[yellow]{line}[/]", soft_wrap=True)
+                metrics |= of_servers | {"weights/sync_s": t3 - t2, "weights/version": float(step)} | sent
                 metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
                 if evaluated and (step % cfg.eval.interval == 0 or step == cfg.train.steps):

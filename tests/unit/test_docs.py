@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from vime import config
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in ("quickstart", "rollout", "plugins", "eval", "algorithms", "moe", "benchmarks", "dependencies"))]
+DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in ("quickstart", "rollout", "engines", "plugins", "eval", "algorithms", "moe", "benchmarks", "dependencies"))]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out
 
 
@@ -67,12 +67,12 @@ def test_toml_blocks_are_valid_runs(place, text):
 def test_documented_commands_exist(command):
     """Subcommands, flags and overridden keys."""
     words = command.split()[1:]
-    path = words[:2] if words[0] == "model" else words[:1]
+    path = words[:2] if words[0] in ("model", "bench") else words[:1]
     text = help_of(*path)
     for word in words[len(path) :]:
         if word.startswith("--"):
             assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text), f"{command}: `vime {' '.join(path)}` has no {word}"
-        elif "=" in word:
+        elif "=" in word and words[0] != "engines":  # whose arguments are vLLM's
             keys, _ = config.parse_override(word)
             assert valid_key(".".join(keys)), f"{command}: no key {'.'.join(keys)}"
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vime.config import Config
+from vime.config import Config, EngineTable
 from vime.errors import VimeError
 from vime.procs import Child, free_port, spawn
 
@@ -30,7 +30,8 @@ def on_cpu() -> bool:
 
 
 def flags(args: dict[str, Any]) -> list[str]:
-    """{"max_num_seqs": 8, "enforce_eager": True} -> command-line arguments; False becomes --no-..., dicts JSON, lists several values."""
+    """{"max_num_seqs": 8, "enforce_eager": True} -> command-line arguments; False becomes --no-..., dicts JSON, lists several values,
+    lists of lists the argument several times."""
     out: list[str] = []
     for key, value in args.items():
         name = key.replace("_", "-")
@@ -38,8 +39,13 @@ def flags(args: dict[str, Any]) -> list[str]:
             out.append(f"--{name}" if value else f"--no-{name}")
         else:
             values = value if isinstance(value, list) else [value]
-            out += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
+            for row in values if values and all(isinstance(v, list) for v in values) else [values]:
+                out += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in row)]
     return out
+
+
+def without_port(args: dict[str, Any]) -> dict[str, Any]:
+    return {k.replace("-", "_"): v for k, v in args.items() if k != "port"}
 
 
 def claim_port(wanted: int | None, key: str) -> int:
@@ -85,6 +91,12 @@ def cause(text: str) -> str:
     return (real or ["see the log tail"])[-1].strip()[:300]
 
 
+def drafts_itself(args: dict[str, Any]) -> bool:
+    """Whether a server with these arguments, `model` among them, drafts with the policy itself, whose weights change."""
+    spec = args.get("speculative_config")
+    return isinstance(spec, dict) and spec.get("model") == args["model"]
+
+
 class Served:
     """A server of this run as a subprocess, restarted on the port it had. `arguments` and `environment` say how it is started."""
 
@@ -112,7 +124,7 @@ class Served:
         await_up(self._child, self.url + self.health, self.name, self.log, skip, self.timeout)
         return self.url
 
-    def restart(self) -> str:
+    def restart(self, changes: dict[str, Any] | None = None) -> str:
         """End what is left of the server and start it again on the same port."""
         self.stop()
         return self.start()
@@ -134,13 +146,22 @@ class Engine(Served):
 
     module, health, key = "vllm.entrypoints.openai.api_server", "/health", "vllm.port"
 
-    def __init__(self, cfg: Config, index: int, folder: str, port: int | None = None):
-        given = cfg.vllm.get("port")
-        super().__init__(Path(folder) / "logs" / f"engine-{index}.log", port if given is None else int(given) + index)
+    def __init__(self, cfg: Config, index: int, folder: str, port: int | None = None, changes: dict[str, Any] | None = None):
+        """`changes` are vLLM arguments laid over those of the configuration; a server beyond the configured ones has those of [vllm]."""
+        servers = cfg.servers
+        table = servers[index] if index < len(servers) else EngineTable(vllm=without_port(cfg.vllm))
+        self.given, self.env = table.vllm | (changes or {}), table.env
+        given = self.given.get("port")
+        super().__init__(Path(folder) / "logs" / f"engine-{index}.log", port if given is None else int(given))
         self.cfg, self.index, self.name = cfg, index, f"engine {index}: vLLM"
 
+    def restart(self, changes: dict[str, Any] | None = None) -> str:
+        """As Served.restart, from here on with these vLLM arguments in place of those it had. Another port changes nothing: others know it."""
+        self.given = self.given | (changes or {})
+        return super().restart()
+
     def arguments(self, port: int) -> dict[str, Any]:
-        cfg, given = self.cfg, {k.replace("-", "_"): v for k, v in self.cfg.vllm.items()}
+        cfg, given = self.cfg, self.given
         args: dict[str, Any] = {
             "model": cfg.model,
             "host": "127.0.0.1",
@@ -157,6 +178,8 @@ class Engine(Served):
             args["return_sampling_mask"] = True
         if cfg.rollout.routing_replay:
             args["enable_return_routed_experts"] = True
+        if cfg.rollout.colocate:
+            args["enable_sleep_mode"] = True
         if on_cpu():
             args["enforce_eager"] = True
             if int(given.get("tensor_parallel_size", 1)) == 1:
@@ -166,11 +189,12 @@ class Engine(Served):
         return args | given | {"port": port}
 
     def environment(self) -> dict[str, str]:
-        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"} | self.env
         if not on_cpu():
             return env
         # Servers and trainer take turns on the same cores, so threads may spin for microseconds only. Intel's OpenMP, which vLLM
         # suggests to preload, was slower in that setting than the one torch brings.
-        threads = max(1, len(os.sched_getaffinity(0)) // self.cfg.rollout.num_engines)
-        env |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
-        return env | {k: os.environ.get(k, v) for k, v in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}.items()}
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.cfg.servers)))
+        defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        mine = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "10000"}
+        return mine | {k: os.environ.get(k, v) for k, v in defaults.items()} | env

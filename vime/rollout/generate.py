@@ -24,22 +24,27 @@ class Slots:
     """A semaphore whose holders take several permits at once, first come first served; more than there are means all of them."""
 
     def __init__(self, size: int):
-        self.size = size
-        self._free = asyncio.Semaphore(size)
-        self._turn = asyncio.Lock()  # two half-filled holders would wait for each other
+        self.size, self.held = size, 0
+        self._turn = asyncio.Lock()  # its holder is the one that waits
+        self._changed = asyncio.Event()
 
     @asynccontextmanager
     async def take(self, n: int) -> AsyncIterator[None]:
-        taken = 0
+        async with self._turn:
+            while self.held + (taken := min(n, self.size)) > self.size:
+                self._changed.clear()
+                await self._changed.wait()
+            self.held += taken
         try:
-            async with self._turn:
-                while taken < min(n, self.size):
-                    await self._free.acquire()
-                    taken += 1
             yield
         finally:
-            for _ in range(taken):
-                self._free.release()
+            self.held -= taken
+            self._changed.set()
+
+    def resize(self, size: int) -> None:
+        """More permits at once, or fewer: those that are held stay so."""
+        self.size = size
+        self._changed.set()
 
 
 class Link(NamedTuple):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from vime.errors import VimeError
-from vime.rollout.http import ABORT, FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
+from vime.rollout import gauges
+from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, NEEDS, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
 from vime.weights import UNTOUCHED, Canary
 
@@ -31,13 +32,20 @@ class Weights(NamedTuple):
 class Fleet:
     """All servers of a run, by index.
 
-    restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere. The router is restarted, too.
-    Sync methods; the HTTP calls run in a private event loop thread. Publishing and healing exclude each other.
+    restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere, as those in `external` were. The
+    router is restarted, too. The draft model of those in `drafts` is the policy itself, and gets its weights as well.
+    Sync methods; the HTTP calls run in a private event loop thread. Publishing, healing and whoever holds `lock` exclude each other.
     """
 
-    def __init__(self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep"):
-        self.urls, self.restart, self.router, self.in_flight = urls, restart, router, in_flight
-        self.counts = {"engine_restarts": 0, "router_restarts": 0}
+    def __init__(
+        self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep",
+        external: Iterable[int] = (), drafts: Iterable[int] = (),
+    ):  # fmt: skip
+        self.urls, self.restart, self.router, self.in_flight = list(urls), restart, router, in_flight
+        self.external, self.drafts = set(external), set(drafts)
+        self.out = set[int]()  # those that `vime engines` took out; they get no requests and no weights
+        self.counts = {"engine_restarts": 0, "router_restarts": 0, "idle_alarm": 0}
+        self.changed: Callable[[], None] = lambda: None  # called when a server or the router has another process, or their number changed
         self.delta_refused = 0
         self._clients = [EngineClient(u) for u in urls]
         self._current: Weights | None = None
@@ -53,27 +61,83 @@ class Fleet:
     def _run(self, coro: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coro, self._loop).result()
 
-    def probe(self) -> None:
-        """Ask every server for each endpoint that the run needs, for our plugin and for logprobs. VimeError names what one lacks."""
-        for i, c in enumerate(self._clients):
+    def serving(self) -> list[int]:
+        return [i for i in range(len(self.urls)) if i not in self.out]
+
+    def append(self, url: str, external: bool) -> int:
+        """One more server, still out. Returns its index."""
+        with self.lock:
+            i = len(self.urls)
+            self.out.add(i)
+            self.external |= {i} if external else set()
+            self._clients.append(EngineClient(url))
+            self._slow.append(0)
+            self.urls.append(url)
+        return i
+
+    def probe(self, only: int | None = None) -> None:
+        """Ask every server, or one, for each endpoint that the run needs, for our plugin and for logprobs. VimeError names what one lacks."""
+        for i in self.serving() if only is None else [only]:
+            c = self._clients[i]
             try:
-                self._run(c.probe())
+                self._run(c.probe(NEEDS | {DRAFT_START} if i in self.drafts else NEEDS))
                 self._run(c.post(INIT, {"init_info": {}}))
                 self._run(c.prompt_logprobs([0, 0]))
             except VimeError as e:
                 raise VimeError(f"engine {i}: start-up probe: {e.what}", e.fix or "does it have vime's plugin?") from e
 
-    def abort(self) -> None:
-        """End every request on every server; each gives back what it has. A dead server has none."""
+    def bring_in(self, i: int) -> None:
+        """Give server i, which is out, the current weights, prove that they took, and let it serve. Raises: VimeError as `publish`."""
+        with self.lock:
+            if self._current:
+                self._run(self._apply(i, self._current))
+            if self.router:
+                self.router.add(self.urls[i])
+            self._slow[i] = 0
+            self.out.discard(i)
+        self.changed()
 
-        async def one(c: EngineClient) -> None:
+    def take_out(self, i: int) -> None:
+        """No new request goes to server i from here on; those it has go on, and while it `is_busy` it must stay up."""
+        with self.lock:
+            if self.router:
+                self.router.remove(self.urls[i])
+            self.out.add(i)
+        self.changed()
+
+    def busy(self, i: int) -> float:
+        """Requests that server i has, running or waiting. Raises: VimeError where it doesn't answer."""
+        now = gauges.read(self._run(self._clients[i].metrics()))
+        return now["running"] + now["waiting"]
+
+    def version_at(self, i: int) -> int:
+        """Weight version that server i serves. Raises: VimeError where it doesn't answer."""
+        return self._run(self._clients[i].weight_version(timeout=10))
+
+    def sleep(self, level: int) -> None:
+        """Free the servers' memory for the trainer; `wake` must follow. Level 2 drops the weights: a publish must follow, too."""
+        with self.lock:
+            self._each(lambda c: c.sleep(level))
+
+    def wake(self) -> None:
+        with self.lock:
+            self._each(lambda c: c.wake_up())
+
+    def _each(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]], which: Iterable[int] | None = None) -> None:
+        """On every server, or `which`, at once; a dead one is left to the watch, which restarts it."""
+
+        async def one(i: int) -> None:
             with suppress(EngineDown):
-                await c.post(ABORT, {})
+                await call(self._clients[i])
 
         async def every() -> None:
-            await asyncio.gather(*map(one, self._clients))
+            await asyncio.gather(*map(one, self.serving() if which is None else which))
 
         self._run(every())
+
+    def abort(self) -> None:
+        """End every request on every server; each gives back what it has. A dead server has none."""
+        self._each(lambda c: c.post(ABORT, {}, timeout=10), range(len(self.urls)))  # one that is being drained, too
 
     def publish(
         self,
@@ -94,7 +158,7 @@ class Fleet:
         with self.lock:
             faults = self._run(self._apply_all(wanted))
             refused = [e for e in faults if e and not isinstance(e, EngineDown)]
-            for i, e in enumerate(faults):
+            for i, e in zip(self.serving(), faults):
                 if isinstance(e, EngineDown):  # dead, or alive with half a model: only a restart brings it back
                     if not isinstance(e, EngineSlow) and self._run(self._state(i)) is not None:
                         refused.append(VimeError(f"engine {i} ({self.urls[i]}): weights v{version} did not take: {e.what}", f"see {path}"))
@@ -104,7 +168,7 @@ class Fleet:
             self._current = wanted
 
     async def _apply_all(self, w: Weights) -> list[VimeError | None]:
-        return await asyncio.gather(*(self._try(i, w) for i in range(len(self.urls))))
+        return await asyncio.gather(*(self._try(i, w) for i in self.serving()))
 
     async def _try(self, i: int, w: Weights) -> VimeError | None:
         try:
@@ -116,11 +180,12 @@ class Fleet:
     async def _apply(self, i: int, w: Weights) -> None:
         """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
         c, at = self._clients[i], f"engine {i} ({self.urls[i]}): weights v{w.version} did not take"
+        info = {"update_info": {"path": w.path, "deltas": w.deltas}}
         await c.post(INIT, {"init_info": {}})
         await c.pause(self.in_flight)
         await c.post(START)
         try:
-            await c.post(UPDATE, {"update_info": {"path": w.path, "deltas": w.deltas}}, timeout=1800)
+            await c.post(UPDATE, info, timeout=1800)
         except EngineDown as e:
             if UNTOUCHED not in e.what:
                 raise
@@ -130,6 +195,10 @@ class Fleet:
                 return await self._apply(i, w._replace(path=await asyncio.to_thread(w.whole), deltas=()))
             said = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
             raise VimeError(f"{at}: {w.path}{said}", "it keeps the weights it had") from e
+        if i in self.drafts:
+            await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
+            await c.post(DRAFT_START)
+            await c.post(UPDATE, info, timeout=1800)
         await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
         await c.reset_prefix_cache()  # else new requests would build on keys and values of the old weights
         await c.post(RESUME)
@@ -158,7 +227,7 @@ class Fleet:
 
     def _heal(self, i: int, weights: Weights | None, why: BaseException | str) -> None:
         """Restart server i and give it `weights` (None: those it starts with). Raises VimeError after TRIES failures in a row."""
-        if self.restart is None:
+        if self.restart is None or i in self.external:
             raise VimeError(f"engine {i} ({self.urls[i]}) is down: {why}", "it was started elsewhere: start it again")
         for last in range(1, TRIES + 1):
             if self._closed.is_set():
@@ -167,6 +236,7 @@ class Fleet:
                 self.counts["engine_restarts"] += 1
                 self.restart(i)
                 self._slow[i] = 0
+                self.changed()
                 if weights:
                     self._run(self._apply(i, weights))
                 return
@@ -184,12 +254,13 @@ class Fleet:
     def _watch(self) -> None:
         while not self._closed.wait(INTERVAL):
             try:
-                for i in range(len(self.urls)):
+                for i in self.serving():
                     if self._run(self._state(i)) != self._version():
                         with self.lock:
                             self._mend(i)
-                if self.router and not self.router.alive():
-                    self._mend_router()
+                with self.lock:
+                    if self.router and not self.router.alive():
+                        self._mend_router()
             except Exception as e:  # a watch that ends in silence would be worse than a run that ends
                 self._error = e if isinstance(e, VimeError) else VimeError(f"watching the servers failed: {type(e).__name__}: {e}")
                 return
@@ -197,7 +268,8 @@ class Fleet:
     def _mend(self, i: int) -> None:
         """Bring server i to the current weights; under the lock. Looks again first: a publish may just have ended."""
         state = self._run(self._state(i))
-        if self._closed.is_set() or state == self._version() or (state is None and self.restart is None):
+        elsewhere = self.restart is None or i in self.external
+        if self._closed.is_set() or i in self.out or state == self._version() or (state is None and elsewhere):
             return  # a server started elsewhere gets its weights when it is back
         fault: VimeError | None = None
         if state is not None and self._current:  # restarted by someone else, so it serves its first weights
@@ -211,6 +283,7 @@ class Fleet:
             try:
                 self.counts["router_restarts"] += 1
                 self.router.restart()
+                self.changed()
                 return
             except VimeError:
                 if last == TRIES or self._closed.is_set():

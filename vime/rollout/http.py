@@ -17,6 +17,7 @@ GENERATE, HEALTH = "/inference/v1/generate", "/health"
 PAUSE, RESUME, RESET_PREFIX_CACHE = "/pause", "/resume", "/reset_prefix_cache"
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH, INFO, ABORT = "/finish_weight_update", "/weight_info", "/abort_requests"
+DRAFT_START, SLEEP, WAKE_UP, METRICS, WORKERS = "/start_draft_weight_update", "/sleep", "/wake_up", "/metrics", "/workers"
 NEEDS = {ABORT, GENERATE, HEALTH, PAUSE, RESUME, RESET_PREFIX_CACHE, INIT, START, UPDATE, FINISH, INFO}
 
 # vLLM ignores a sampling parameter it does not know, so a misspelt one would go unnoticed.
@@ -109,7 +110,12 @@ class EngineClient:
                 raise VimeError(f"unknown sampling parameter {name!r}", nearest(name, SAMPLING))
         params = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop"))} | sampling_params
         body = {"token_ids": token_ids, "sampling_params": params}
-        got = await self._json("POST", GENERATE, body, session=session_id or "", timeout=timeout)
+        try:
+            got = await self._json("POST", GENERATE, body, session=session_id or "", timeout=timeout)
+        except EngineDown as e:
+            if "No available workers" not in e.what:
+                raise
+            raise EngineDown(f"{e.what}: {await self._behind()}") from e
         choices = [self._choice(c) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
         if len(choices) != sampling_params.get("n", 1):
             raise EngineDown(f"POST {self.url}{GENERATE}: {len(choices)} choices came back for n = {sampling_params.get('n', 1)}")
@@ -129,6 +135,15 @@ class EngineClient:
         lps, mask = [float(x["logprob"]) for x in content], c.get("sampling_mask")
         routing = npy_array(c["routed_experts"]) if c.get("routed_experts") else None
         return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask, routing)
+
+    async def _behind(self) -> str:
+        """Which servers the router would not use, and why, as it tells itself."""
+        try:
+            workers = (await self._json("GET", WORKERS, timeout=5)).get("workers") or []
+        except VimeError as e:
+            return f"and it does not say which ({e.what})"
+        said = [f"{w.get('url')} {'is up, its circuit is open' if w.get('is_healthy') else 'is down'}" for w in workers]
+        return ", ".join(said) or "all are taken out"
 
     async def prompt_logprobs(self, token_ids: list[int], timeout: float = 120) -> list[float]:
         """Logprobs of tokens 1..n-1 given their prefix, at temperature 1, under the server's current weights."""
@@ -150,6 +165,17 @@ class EngineClient:
     async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> None:
         """A control call without an answer: RESUME, and INIT, START, UPDATE, FINISH of a weight update."""
         await self._call("POST", path, body, timeout=timeout)
+
+    async def sleep(self, level: int) -> None:
+        """Wait for running requests and free the accelerator's memory: weights go to the host (1) or are dropped (2)."""
+        await self._call("POST", SLEEP, query={"level": str(level), "mode": "wait"}, timeout=600)
+
+    async def wake_up(self) -> None:
+        await self._call("POST", WAKE_UP, timeout=600)
+
+    async def metrics(self, timeout: float = 10) -> str:
+        """The server's Prometheus page; gauges.read reads it."""
+        return (await self._call("GET", METRICS, timeout=timeout)).decode(errors="replace")
 
     async def weight_version(self, timeout: float = 60) -> int:
         return version_of((await self._json("GET", INFO, timeout=timeout)).get("weight_version"))

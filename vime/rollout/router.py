@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 from vime.config import Config
+from vime.errors import VimeError
 from vime.procs import free_port
 from vime.rollout.engine import Served, answers
 
@@ -18,11 +22,34 @@ class Router(Served):
 
     def __init__(self, cfg: Config, engine_urls: list[str], folder: str):
         super().__init__(Path(folder) / "logs" / "router.log", cfg.router.get("port"))
-        self.cfg, self.engine_urls = cfg, engine_urls
+        self.cfg, self.engine_urls = cfg, list(engine_urls)
 
     def alive(self) -> bool:
         """Whether the process runs and answers."""
         return super().alive() and answers(self.url + self.health)
+
+    def add(self, url: str) -> None:
+        """Pass requests to this server, too; a restart keeps it. Raises: VimeError where the router will not."""
+        self._tell("add", url, [*self.engine_urls, url])
+
+    def remove(self, url: str) -> None:
+        """No new requests to this server; those it has go on. Raises: VimeError where the router will not."""
+        self._tell("remove", url, [u for u in self.engine_urls if u != url])
+
+    def _tell(self, verb: str, url: str, urls: list[str]) -> None:
+        if url not in self.engine_urls if verb == "remove" else url in self.engine_urls:
+            return
+        before, self.engine_urls = self.engine_urls, urls
+        if not self.alive():
+            return  # whoever restarts it starts it with the new list
+        where = f"{self.url}/{verb}_worker?" + urllib.parse.urlencode({"url": url})
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(urllib.request.Request(where, method="POST"), timeout=60):
+                pass
+        except (OSError, ValueError) as e:
+            self.engine_urls = before
+            said = e.read().decode(errors="replace")[:300] if isinstance(e, urllib.error.HTTPError) else str(e)
+            raise VimeError(f"vllm-router would not {verb} {url}: {said}", f"see {self.log}") from e
 
     def arguments(self, port: int) -> dict[str, Any]:
         args: dict[str, Any] = {
@@ -39,4 +66,5 @@ class Router(Served):
             "health_success_threshold": 1,
             "log_level": "warning",
         }
-        return args | {k.replace("-", "_"): v for k, v in self.cfg.router.items()} | {"port": port}
+        args |= {k.replace("-", "_"): v for k, v in self.cfg.router.items()} | {"port": port}
+        return {k: v for k, v in args.items() if v is not False}  # its switches have no --no- form

@@ -50,9 +50,16 @@ class RolloutWorker:
         self.args = hooks.plugin_args(cfg, router_url)
         self.hooks = [hooks.load(path, "rollout.sample_hook") for path in r.sample_hook]
         self.filter = filters.resolve(r.dynamic_filter)
-        self.slots = Slots(max(1, r.concurrency * (len(r.engines) or r.num_engines) // r.num_workers))
+        self.slots = Slots(self._share(len(r.engines) + len(cfg.servers)))
         self.threads = rewards.Threads(self.slots.size)
         self._stops: dict[int, asyncio.Event] = {}
+
+    def _share(self, engines: int) -> int:
+        return max(1, self.cfg.rollout.concurrency * engines // self.cfg.rollout.num_workers)
+
+    async def resize(self, engines: int) -> None:
+        """So many servers take requests from here on."""
+        self.slots.resize(self._share(engines))
 
     async def interrupt(self, wave: int) -> None:
         """End the groups that were submitted with this `wave` as soon as they can be: those in the servers once these abort their requests,

@@ -149,6 +149,23 @@ def _return_sampling_masks() -> None:
     VllmConfig._verify_sampling_replay_config, Sampler.sample, Runner.sample_tokens = checked, kept, with_masks  # type: ignore[method-assign]
 
 
+def _fix_speculation() -> None:
+    """On the CPU vLLM spreads the requests' temperature, top_k and top_p over their draft tokens with a kernel that takes int64 only: other
+    types are converted to a copy, which gets the result. The sampler then works with uninitialized memory: wrong tokens, wrong logprobs."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or not any(a.replace("_", "-").startswith("--speculative-config") for a in sys.argv):
+        return
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: torch.Tensor, ends: torch.Tensor, n: int, replace_from: float = 0, replace_to: float = 0) -> torch.Tensor:
+        """(requests,) values -> (n,), one for each draft token; `ends`: (requests,) running sums of the numbers of draft tokens."""
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=n)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+
+
 def register() -> None:
     """Called in every vLLM process, maybe twice."""
     if "vime" not in WeightTransferEngineFactory._registry:
@@ -156,3 +173,4 @@ def register() -> None:
     _fix_moe_reload()
     _return_sampling_masks()
     return_routed_experts()
+    _fix_speculation()
