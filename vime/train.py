@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from vime import hooks, rewards
+from vime import hooks, model, rewards
 from vime.config import Config, DataConfig
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
@@ -23,6 +24,7 @@ from vime.folder import Start, look, opened, summary
 from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
+from vime.rollout.engine import claim_port
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
@@ -67,17 +69,18 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         except VimeError as e:
             faults.append(f"{place}{e}")
 
-    model = Path(cfg.model)
-    if not (model / "config.json").is_file() or not list(model.glob("*.safetensors")):
-        missing = "no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"
-        faults.append(f"model = {cfg.model!r}: {missing}")
-    else:
+    for key, path in {"model": cfg.model, "algo.ref_model": cfg.algo.ref_model}.items():
+        faults += [f"{key} = {path!r}: {fault}" for fault in (() if path is None else model.faults(path))]
+    if os.path.isdir(cfg.model):
         tokenizer = attempt("model: ", load, cfg.model)
+    for key, first, n in (("vllm.port", cfg.vllm.get("port"), cfg.rollout.num_engines), ("router.port", cfg.router.get("port"), 1)):
+        for port in range(first, first + n) if first and not (cfg.rollout.engines and key == "vllm.port") else ():
+            attempt("", claim_port, port, key)
 
     def read_prompts(place: str, data: DataConfig, path: str, n: int, max_response_len: int) -> Any:
         if tokenizer:
             return attempt(place, Prompts, data, path, tokenizer, n, cfg.seed, cfg.rollout.max_context_len - max_response_len)
-        if not Path(path.partition("@")[0]).exists():
+        if not os.path.exists(path.partition("@")[0]):
             faults.append(f"{place}no such prompt file: {path}")
 
     prompts = read_prompts("data.prompts: ", cfg.data, cfg.data.prompts, cfg.rollout.n_samples_per_prompt, cfg.rollout.max_response_len)

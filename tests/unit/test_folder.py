@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.test_preflight import folder as model_folder
 from vime import config
 from vime.cli import main
 from vime.config import Config
 from vime.errors import VimeError
 from vime.folder import opened
-from vime.model import _char_tokenizer
 from vime.observe.metrics import read
 from vime.trainer.checkpoint import read_state
 
@@ -207,9 +207,7 @@ def test_metrics_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_dry_run_says_what_would_become_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, folder = tmp_path / "m", tmp_path / "r"
-    _char_tokenizer().save_pretrained(model)
-    (model / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    model_folder(model)
     (tmp_path / "p.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "abd"}\n')
     (tmp_path / "r.toml").write_text(
         f'model = "{model}"\nrun_dir = "{tmp_path}"\nname = "r"\ndata.prompts = "{tmp_path}/p.jsonl"\nreward.function = "exact"\n'
