@@ -38,21 +38,26 @@ console = Console(stderr=True, highlight=False)
 
 
 class Interrupt:
-    """Ctrl-C or SIGTERM: while starting, stop now. In the loop: once finishes the step and saves, twice stops now."""
+    """Ctrl-C, SIGTERM or a terminal that is closed: while starting, stop now. In the loop: once finishes the step and saves, twice stops now."""
 
     def __init__(self) -> None:
         self.requested = self.looping = False
+        self.terminal = [fd for fd in (1, 2) if os.isatty(fd)]
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, number: int, *_: object) -> None:
+        if number == signal.SIGHUP:
+            for fd in self.terminal:  # whatever is printed there from now on would be an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if self.requested or not self.looping:
             raise KeyboardInterrupt
         self.requested = True
-        console.print("[yellow]Ctrl-C: finishing this step, then saving. Again to stop now.[/]")
+        console.print(f"[yellow]{signal.Signals(number).name}: finishing this step, then saving. Again to stop now.[/]")
 
     def install(self) -> None:
         """Take the signals; again after Ray has started, which takes SIGTERM for itself."""
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self)
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+                signal.signal(s, self)
 
 
 def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
