@@ -21,8 +21,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _empty_is_unset(cls, value: Any, info: ValidationInfo) -> Any:
+    def _of_any_key(cls, value: Any, info: ValidationInfo) -> Any:
         """An override without a value (rollout.custom_generate=) takes away what the file says, of keys that may be unset."""
+        if type(value) is int and abs(value) >= 2**63:
+            raise ValueError("a number of more than 64 bits")
         may_be = NoneType in get_args(cls.model_fields[info.field_name or ""].annotation)
         return None if value == "" and may_be else value
 
@@ -68,7 +70,7 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = []
     concurrency: int = Field(64, ge=1, description="sequences in flight per engine at most (a request for n samples counts n)")
     max_context_len: int = Field(2048, ge=2, description="prompt + response tokens at most; becomes the server's max_model_len")
-    request_timeout: float = Field(600, ge=1, description="seconds one group may take, restarts of engines included, before the run stops")
+    request_timeout: float = Field(600, ge=1, le=1e8, description="seconds one group may take, restarts of engines included, before the run stops")
     over_sampling_batch_size: int | None = Field(
         None, ge=1, description="sync mode: groups kept in flight until batch_size valid ones exist; unset: batch_size"
     )
@@ -378,7 +380,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         raise VimeError(f"override {text!r} is not of the form section.key=value")
     try:
         value: Any = tomllib.loads(f"v = {raw}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw
     return key.strip().split("."), value
 
@@ -392,7 +394,7 @@ def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Co
         tree = tomllib.loads(Path(path).read_text())
     except FileNotFoundError as e:
         raise VimeError(f"no such configuration file: {path}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as e:
+    except (ValueError, OSError, RecursionError) as e:
         raise VimeError(f"{path}: {e}", "it must be a readable TOML file") from e
     for text in overrides or []:
         keys, value = parse_override(text)

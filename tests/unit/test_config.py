@@ -63,7 +63,10 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["train"], "not of the form"),
         (["seed.x=1"], "seed is not a section"),
         (["train.lr=nan"], "train.lr"),
-        (["seed=12345678901234567890123456"], r"seed: Input should be less than 2147483648 \(got 12345678901234567890123456\)"),
+        (["seed=12345678901234567890123456"], r"seed: a number of more than 64 bits \(got 12345678901234567890123456\)"),
+        (["seed=4000000000"], r"seed: Input should be less than 2147483648 \(got 4000000000\)"),
+        (["train.steps=12345678901234567890123456"], "train.steps: a number of more than 64 bits"),
+        (["rollout.request_timeout=1e300"], "rollout.request_timeout: Input should be less than or equal to"),
         (["seed=-1"], "seed: Input should be greater"),
         (["rollout.request_timeout=0.5"], "rollout.request_timeout: Input should be greater than or equal to 1"),
         (["rollout.stop=['x', '']"], "rollout.stop: an empty stop string would end every response at once"),
@@ -112,7 +115,9 @@ def test_eval_datasets_inherit_key_by_key_and_are_named_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "no such configuration file"), (b"a = ", "readable TOML"), (b"\xff", "readable TOML")]
+    ("content", "said"),
+    [(None, "no such configuration file"), (b"a = ", "readable TOML"), (b"\xff", "readable TOML"),
+     (b"a = " + b"[" * 9999, "readable TOML"), (b"a = " + b"1" * 5000, "readable TOML")]
 )
 def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "r.toml"

@@ -15,7 +15,7 @@ from vime import config
 from vime.cli import main
 from vime.config import Config
 from vime.errors import VimeError
-from vime.folder import opened
+from vime.folder import opened, summary
 from vime.observe.metrics import read
 from vime.trainer.checkpoint import read_state
 
@@ -66,6 +66,13 @@ def test_new_again_overwritten_resumed(tmp_path: Path) -> None:
     assert run(tmp_path / "r", resume=True) == "after step 3"
 
 
+def test_a_place_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may be root, who may write anywhere: the kernel's answer is put in its mouth."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written: PermissionError: no permission to write into" in run(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+
+
 def test_overwrite_deletes_runs_only(tmp_path: Path) -> None:
     """A folder that is there for something else stays as it is, whatever its name."""
     (tmp_path / "thesis").mkdir()
@@ -84,10 +91,13 @@ def test_places_that_cannot_be_used(tmp_path: Path, odd: str, overwrite: bool) -
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / ".lock").mkdir()
     folder = {
-        "file": tmp_path / "file", "file as run_dir": tmp_path / "file" / "r", "/proc": Path("/proc/no/r"), "too long": tmp_path / ("x" * 300),
+        "file": tmp_path / "file", "file as run_dir": tmp_path / "file" / "r", "/proc": Path("/proc/self/mem/r"), "too long": tmp_path / ("x" * 300),
         "NUL": Path(f"{tmp_path}/\0/r"), "file as checkpoints": tmp_path / "half",
     }[odd]  # fmt: skip
     said = run(folder, overwrite=overwrite)
+    if odd != "file as checkpoints":
+        with pytest.raises(VimeError):
+            summary(cfg(folder), False, overwrite)
     assert "is not a folder" in said or "cannot be written" in said or "cannot be read" in said, said
     assert (tmp_path / "file").read_text() == "mine"
 
