@@ -12,6 +12,7 @@ import re
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,8 @@ from vime.sample import Sample, SampleMeta, meta_of
 from vime.trainer.batch import RankPlan
 from vime.weights import location, server_dtype
 
+SUSPECT = 2  # deaths of workers that make the groups they had suspects; one more with such a group ends the run
+WORKER_BACK = 120.0  # seconds until Ray must have restarted a worker
 # The Ray errors that mean "the process behind it is gone", not "the code in it raised".
 DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.NodeDiedError)
 
@@ -287,6 +290,18 @@ class Cluster:
 
     # ---------------------------------------------------------------- work
 
+    def await_worker(self, i: int) -> None:
+        """Wait until Ray has brought a rollout worker back: until then each call to it fails."""
+        end = time.monotonic() + WORKER_BACK
+        while True:
+            self.check()
+            try:
+                return ray.get(self.workers[i].__ray_call__.remote(lambda _: None), timeout=5)
+            except (*DEAD, rex.GetTimeoutError) as e:
+                if time.monotonic() > end:
+                    raise VimeError(f"rollout worker {i} died and does not come back: {said(e)}", "rerun with --resume") from e
+                time.sleep(0.2)
+
     def interrupt(self, wave: int) -> None:
         """Tell the workers to give back the groups of `wave`, with what they have."""
         self.gather([w.interrupt.remote(wave) for w in self.workers], "rollout worker")
@@ -296,7 +311,7 @@ class Cluster:
         What has not come back after `timeout` seconds is forgotten."""
         end = time.monotonic() + timeout
         assert self.fleet
-        while self.rollouts.pending and time.monotonic() < end:
+        while (self.rollouts.pending or self.rollouts.suspects) and time.monotonic() < end:
             self.fleet.abort()
             yield from self.rollouts.finished(0.5, redo=False)
         self.rollouts.pending.clear()
@@ -307,7 +322,7 @@ class Cluster:
         done: dict[int, tuple[GroupReport, Any]] = {}
         for i, group in enumerate(groups):
             jobs.submit(i, group, version, wave=-1, evaluation=dataset)
-        while jobs.pending:
+        while jobs.pending or jobs.suspects:
             done |= {key: (report, data) for key, report, data in jobs.finished(1.0)}
             self.meanwhile()
         return [done[i] for i in range(len(groups))]
@@ -388,46 +403,87 @@ class Cluster:
 
 
 class Rollouts:
-    """Groups under way on the workers, by key; the samples themselves stay in Ray's store until a trainer rank fetches them."""
+    """Groups under way on the workers, by key; the samples themselves stay in Ray's store until a trainer rank fetches them.
+
+    A group may itself be what ends its worker (a plug-in that crashes). Those that were there at SUSPECT deaths go on one at a time, so that
+    the next death has one of them as its cause."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self.pending: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # reference to the report -> arguments of submit, reference to the samples
+        # reference to the report -> arguments of submit, reference to the samples, the worker's index
+        self.pending: dict[Any, tuple[tuple[Any, ...], Any, int]] = {}
+        self.deaths: Counter[int] = Counter()  # of workers, while they had the group
+        self.suspects: list[tuple[Any, ...]] = []  # arguments of submit; not with a worker yet
 
     def submit(self, key: int, group: Any, version: int, wave: int = 0, evaluation: str = "") -> None:
         """Start a group, samples or a reference to them, on the next worker. See RolloutWorker.run_group."""
-        workers = self.cluster.workers
-        worker = workers[next(self.cluster.turn) % len(workers)]
-        report, data = worker.run_group.options(num_returns=2).remote(group, version, wave, evaluation)
-        self.pending[report] = (key, group, version, wave, evaluation), data
+        args = (key, group, version, wave, evaluation)
+        if self.deaths[key] >= SUSPECT:
+            self.suspects.append(args)
+        else:
+            self._send(args)
+
+    def _send(self, args: tuple[Any, ...]) -> None:
+        i = next(self.cluster.turn) % len(self.cluster.workers)
+        report, data = self.cluster.workers[i].run_group.options(num_returns=2).remote(*args[1:])
+        self.pending[report] = args, data, i
 
     def finished(self, timeout: float, redo: bool = True) -> list[tuple[int, GroupReport, Any]]:
         """(key, report, reference to the samples) of the groups that have come back; waits up to `timeout` seconds for the first. A group
         whose worker died is submitted again, or without `redo` counts as interrupted before it began.
 
-        Raises: VimeError of a failing reward, request or engine.
+        Raises: VimeError of a failing reward, request or engine, and of a group with which one worker after the other died.
         """
+        out: list[tuple[int, GroupReport, Any]] = []
+        if not redo:
+            out += [(args[0], GroupReport(args[0], interrupted=True), None) for args in self.suspects]
+            self.suspects = []
+        elif self.suspects and not any(self.deaths[args[0]] >= SUSPECT for args, *_ in self.pending.values()):
+            self._send(self.suspects.pop(0))
         if not self.pending:
             time.sleep(min(timeout, 0.05))
-            return []
+            return out
         ray.wait(list(self.pending), num_returns=1, timeout=timeout)
         done, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
         self.cluster.check()
-        out = []
-        for ref in done:
-            args, data = self.pending.pop(ref)
+        lost: list[tuple[Any, ...]] = []
+        dead: dict[int, BaseException] = {}
+        for ref in done:  # grows: what else a dead worker had is lost with it
+            args, data, i = self.pending.pop(ref)
             try:
                 out.append((args[0], ray.get(ref), data))
-            except DEAD:
-                self.cluster.counts["groups_redone"] += 1
-                self.cluster.changed()
-                if redo:
-                    self.submit(*args)
-                else:
-                    out.append((args[0], GroupReport(args[0], interrupted=True), None))
+                if not out[-1][1].interrupted:
+                    del self.deaths[args[0]]
+            except DEAD as e:
+                lost.append(args)
+                others = [r for r, (*_, j) in self.pending.items() if j == i and r not in done] if i not in dead else []
+                dead[i] = dead.get(i, e)
+                done += ray.wait(others, num_returns=len(others), timeout=5)[0] if others else []
             except rex.RayTaskError:
                 raise self.cluster.blame([ref], f"group {args[0]}, part") from None
+        for i in dead:
+            self.cluster.await_worker(i)
+            self.cluster.changed()
+        for args in lost:
+            self.cluster.counts["groups_redone"] += 1
+            self.deaths[args[0]] += 1
+            if self.deaths[args[0]] > SUSPECT:
+                what = f"group {args[0]}: the rollout worker that had it died {SUSPECT + 1} times"
+                raise VimeError(f"{what}, the last time with: {said(next(iter(dead.values())))}", _runs_there(self.cluster.cfg, args[4]))
+            if redo:
+                self.submit(*args)
+            else:
+                out.append((args[0], GroupReport(args[0], interrupted=True), None))
         return out
+
+
+def _runs_there(cfg: Config, evaluation: str) -> str:
+    """The plug-ins in a rollout worker, for the error of its death."""
+    d = {d.name: d for d in cfg.eval.datasets}.get(evaluation)
+    paths = {key: hooks.paths(cfg, key) for key in ("rollout.custom_generate", "rollout.sample_hook", "rollout.dynamic_filter", "reward.function")}
+    paths |= {key: [path] for key, path in (("rollout.custom_generate", d and d.custom_generate), ("reward.function", d and d.reward)) if path}
+    own = [f"{key} = {path!r}" for key, found in paths.items() for path in found if {":", "."} & set(path)]
+    return f"does {' or '.join(own)} end its process?" if own else "no plug-in of yours runs there; is memory short? see `vime doctor`"
 
 
 def _write_groups(path: str, *groups: list[Sample]) -> None:

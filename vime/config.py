@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -19,10 +21,24 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _empty_is_unset(cls, value: Any, info: ValidationInfo) -> Any:
+    def _of_any_key(cls, value: Any, info: ValidationInfo) -> Any:
         """An override without a value (rollout.custom_generate=) takes away what the file says, of keys that may be unset."""
+        if type(value) is int and abs(value) >= 2**63:
+            raise ValueError("a number of more than 64 bits")
         may_be = NoneType in get_args(cls.model_fields[info.field_name or ""].annotation)
         return None if value == "" and may_be else value
+
+
+def _server_fault(url: str) -> str:
+    """How `url` should be written to be http://host:port; empty where it is."""
+    try:
+        at = urlsplit(url if "://" in url else f"http://{url}")
+        scheme, host, port = at.scheme if at.scheme in ("http", "https") else "http", at.hostname, at.port
+    except ValueError:  # a port that is none, half an IPv6 address
+        return "write it as http://host:8000"
+    fine = re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:[1-9]\d*)?", url)
+    host = f"[{host}]" if host and ":" in host else host or "host"
+    return "" if fine else f"write it as {scheme}://{host}:{port or 8000}"
 
 
 class DataConfig(Section):
@@ -56,7 +72,7 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = []
     concurrency: int = Field(64, ge=1, description="sequences in flight per engine at most (a request for n samples counts n)")
     max_context_len: int = Field(2048, ge=2, description="prompt + response tokens at most; becomes the server's max_model_len")
-    request_timeout: float = Field(600, gt=0, description="seconds one group may take, restarts of engines included, before the run stops")
+    request_timeout: float = Field(600, ge=1, le=1e8, description="seconds one group may take, restarts of engines included, before the run stops")
     over_sampling_batch_size: int | None = Field(
         None, ge=1, description="sync mode: groups kept in flight until batch_size valid ones exist; unset: batch_size"
     )
@@ -78,6 +94,30 @@ class RolloutConfig(Section):
     def truncated(self) -> bool:
         """Whether tokens are sampled from a part of the vocabulary only, which then comes with each token."""
         return self.top_p < 1 or self.top_k > 0
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise ValueError("an empty stop string would end every response at once; leave it out")
+        return stop
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _ids(cls, ids: list[int]) -> list[int]:
+        if wrong := [i for i in ids if not 0 <= i < 2**31]:
+            raise ValueError(f"{', '.join(map(str, wrong))}: no token ids")
+        return ids
+
+    @field_validator("engines")
+    @classmethod
+    def _servers(cls, urls: list[str]) -> list[str]:
+        faults = [f"{u!r} is not the URL of a server; {near}" for u in urls if (near := _server_fault(u))]
+        known = [u.lower() for u in urls]
+        faults += [f"{u!r} is there {known.count(u)} times: one entry a server" for u in sorted(set(known)) if known.count(u) > 1]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return urls
 
     @model_validator(mode="after")
     def _fits(self) -> RolloutConfig:
@@ -276,7 +316,7 @@ class RayConfig(Section):
 class Config(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="the run's folder is <run_dir>/<name>")
     run_dir: str = "runs"
-    seed: int = 42
+    seed: int = Field(42, ge=0, lt=2**31)
     model: str = Field(description="folder of a Hugging Face model (config, safetensors, tokenizer)")
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -294,6 +334,15 @@ class Config(Section):
     vllm: dict[str, Any] = Field({}, description="any vLLM server argument: max_num_seqs = 64 becomes --max-num-seqs 64")
     args: dict[str, Any] = Field({}, description="settings of your own plug-ins: max_turns = 4 becomes args.max_turns")
     router: dict[str, Any] = Field({}, description='any vllm-router argument: policy = "round_robin" becomes --policy round_robin')
+
+    @field_validator("vllm", "router")
+    @classmethod
+    def _port(cls, args: dict[str, Any]) -> dict[str, Any]:
+        port = args.get("port")
+        if port is not None and not (type(port) is int and 1 <= port <= 65535):
+            fix = f"write port = {port}" if isinstance(port, str) and port.isdecimal() and 1 <= int(port) <= 65535 else "leave it out to get a free one"
+            raise ValueError(f"port = {port!r} is no TCP port, a number from 1 to 65535; {fix}")
+        return args
 
     @property
     def folder(self) -> Path:
@@ -353,8 +402,13 @@ class Config(Section):
                 faults.append(f"engine.{i}.vllm.{shared[0]}: all servers take the same weights and give comparable logprobs: set it for all, or not")
         if r.colocate and t.mode == "async":
             faults.append('rollout.colocate: servers that sleep while the trainer trains need train.mode = "sync"')
+        first, n = self.vllm.get("port"), len(self.servers)
+        if first and first + n - 1 > 65535:
+            faults.append(f"vllm.port {first}: {n} servers take as many ports from there on, and 65535 is the last; lower it")
+        if first and self.router.get("port") in range(first, first + n):
+            faults.append(f"router.port {self.router['port']} is one of the ports {first} to {first + n - 1} of the servers (vllm.port)")
         if faults:
-            raise ValueError("; ".join(faults))
+            raise ValueError("\n".join(faults))
         return self
 
 
@@ -365,7 +419,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         raise VimeError(f"override {text!r} is not of the form section.key=value")
     try:
         value: Any = tomllib.loads(f"v = {raw}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw
     return key.strip().split("."), value
 
@@ -379,7 +433,7 @@ def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Co
         tree = tomllib.loads(Path(path).read_text())
     except FileNotFoundError as e:
         raise VimeError(f"no such configuration file: {path}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as e:
+    except (ValueError, OSError, RecursionError) as e:
         raise VimeError(f"{path}: {e}", "it must be a readable TOML file") from e
     for text in overrides or []:
         keys, value = parse_override(text)
@@ -406,8 +460,9 @@ def validate(tree: dict[str, Any], source: str) -> Config:
             elif fault["type"] == "missing":
                 lines.append(f"{key}: missing")
             else:
-                got = "" if isinstance(fault["input"], (dict, BaseModel)) else f" (got {fault['input']!r})"
-                lines.append(f"{key + ': ' if key else ''}{fault['msg'].removeprefix('Value error, ')}{got}")
+                got = "" if isinstance(fault["input"], (dict, list, BaseModel)) else f" (got {fault['input']!r:.80})"
+                said = fault["msg"].removeprefix("Value error, ").splitlines()
+                lines += [f"{key + ': ' if key else ''}{line}{got}" for line in said]
         raise VimeError(f"{source}: {len(lines)} fault{'s' if len(lines) > 1 else ''}\n  " + "\n  ".join(lines)) from e
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 
-MANY = 24  # names in a list
+MANY = 12  # names in a list
 
 
 class VimeError(Exception):

@@ -28,15 +28,25 @@ class Start(NamedTuple):
     step: int = 0
 
 
+def _held(folder: Path) -> set[str]:
+    """Names of what lies in the folder. Raises: VimeError where it is none, or cannot be made."""
+    try:
+        if "\0" in str(folder):  # exists() would say no
+            raise ValueError("NUL in a path")
+        there = next(p for p in (folder, *folder.parents) if p.exists())
+        if not there.is_dir():
+            raise VimeError(f"{there} is not a folder", "remove it, or give another name=... or run_dir=...")
+        if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write into {there}")
+        return {p.name for p in folder.iterdir()} - {LOCK} if there == folder else set()
+    except (OSError, ValueError) as e:
+        raise VimeError(f"{folder} cannot be written: {said(e)}", "give another run_dir=...") from e
+
+
 def look(cfg: Config, resume: bool, overwrite: bool) -> Start:
     """Where the run would begin; changes nothing. Raises: VimeError where it must not begin."""
     folder = cfg.folder
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise VimeError(f"{folder} is not a folder", "remove it, or give another name=... or run_dir=...")
-        held = {p.name for p in folder.iterdir()} - {LOCK} if folder.exists() else set()
-    except (OSError, ValueError) as e:
-        raise VimeError(f"{folder} cannot be read: {said(e)}", "give another run_dir=...") from e
+    held = _held(folder)
     if not resume:
         if held and not overwrite:
             raise VimeError(f"{folder} exists already", "continue it with --resume, replace it with --overwrite, or give another name=...")
@@ -95,12 +105,9 @@ def opened(cfg: Config, resume: bool, overwrite: bool, check: Callable[[Start], 
 
 def summary(cfg: Config, resume: bool, overwrite: bool) -> str:
     """What a run would do with its folder, for --dry-run; that it needs --resume or --overwrite is no error there."""
-    if not (resume or overwrite):
-        try:
-            look(cfg, False, False)
-        except VimeError as e:
-            return str(e)
-    start = look(cfg, resume, overwrite or not resume)
+    if _held(cfg.folder) and not (resume or overwrite):
+        return f"{cfg.folder} exists already: give --resume, --overwrite or another name=..."
+    start = look(cfg, resume, overwrite)
     if start.ckpt:
         return f"resume after step {start.step} of {cfg.train.steps} from {start.ckpt}, {len(start.state['groups'])} groups under way"
     return f"{cfg.folder}, {'emptied first' if cfg.folder.exists() and overwrite else 'new'}"

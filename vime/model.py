@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vime.errors import VimeError, nearest
+from vime.errors import VimeError, nearest, said
 
 HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
@@ -163,6 +163,64 @@ def _char_tokenizer() -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, model_max_length=128, clean_up_tokenization_spaces=False, **special)
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     return tokenizer
+
+
+def faults(path: str) -> list[str]:
+    """What keeps the model folder at `path` from loading, one line each; its tokenizer aside. Reads JSON and the weights' headers only."""
+    folder, out = Path(path), []
+    try:
+        if not os.path.isfile(folder / "config.json") or not list(folder.glob("*.safetensors")):
+            return ["no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"]
+        files = [folder / "model.safetensors"]
+        if not files[0].exists():
+            index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))
+            files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+    except FileNotFoundError:
+        there = ", ".join(sorted(p.name for p in folder.glob("*.safetensors"))[:3])
+        return [f"neither model.safetensors nor model.safetensors.index.json is there, only {there}"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        return [f"model.safetensors.index.json: {said(e)}"]
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        names = config.get("architectures") if isinstance(config, dict) else None
+        known = _known()
+        if not isinstance(config, dict):
+            out.append(f"config.json holds {type(config).__name__}, not an object")
+        elif not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
+            out.append(f"config.json: architectures is {names!r:.60}, not a list of names such as [\"Qwen3ForCausalLM\"]")
+        elif known and names[0] not in known.values():
+            out.append(f"config.json: architecture {names[0]!r} is no language model that transformers knows; {nearest(names[0], list(known.values()))}")
+        if isinstance(config, dict) and known and config.get("model_type") not in known:
+            what = f"config.json: model_type {config.get('model_type')!r:.60} is none that transformers knows"
+            out.append(f"{what}; {nearest(str(config.get('model_type')), list(known))}")
+    except (OSError, ValueError, RecursionError) as e:
+        out.append(f"config.json: {said(e)}")
+    return out + [f"{file.name}: {fault}" for file in files if (fault := _weights_fault(file))]
+
+
+def _known() -> dict[str, str]:
+    """model_type -> class of the language models in transformers, read from its source: importing it takes seconds."""
+    spec, out = importlib.util.find_spec("transformers"), dict[str, str]()
+    text = (Path(spec.origin).parent / "models/auto/modeling_auto.py").read_text("utf-8") if spec and spec.origin else ""
+    for mapping in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
+        out |= dict(re.findall(r'\("([\w.-]+)", "(\w+)"\)', text.partition(f"{mapping} = ")[2].partition("\n)\n")[0]))
+    return out
+
+
+def _weights_fault(file: Path) -> str:
+    """What is wrong with a safetensors file: 8 bytes of length, a JSON header, then the tensors up to the file's end."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as f:
+            n = int.from_bytes(f.read(8), "little")
+            if 8 + n > size:
+                return "not a safetensors file" if n > 100_000_000 or size < 8 else f"cut short: {size} bytes, with a header of {n}"
+            ends = [t["data_offsets"][1] for name, t in json.loads(f.read(n)).items() if name != "__metadata__"]
+        if not ends:
+            return "it holds no tensor"
+        return "" if 8 + n + max(ends) == size else f"cut short or damaged: {size} bytes, and its header wants {8 + n + max(ends)}"
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as e:
+        return f"its header is damaged: {said(e)}"
 
 
 def _complete(folder: Path) -> bool:

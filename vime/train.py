@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from vime import hooks, rewards
+from vime import hooks, model, rewards
 from vime.config import Config, DataConfig
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
@@ -23,7 +24,7 @@ from vime.folder import Start, look, opened, summary
 from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
-from vime.rollout.engine import on_cpu
+from vime.rollout.engine import claim_port, on_cpu
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
@@ -38,21 +39,26 @@ console = Console(stderr=True, highlight=False)
 
 
 class Interrupt:
-    """Ctrl-C or SIGTERM: while starting, stop now. In the loop: once finishes the step and saves, twice stops now."""
+    """Ctrl-C, SIGTERM or a terminal that is closed: while starting, stop now. In the loop: once finishes the step and saves, twice stops now."""
 
     def __init__(self) -> None:
         self.requested = self.looping = False
+        self.terminal = [fd for fd in (1, 2) if os.isatty(fd)]
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, number: int, *_: object) -> None:
+        if number == signal.SIGHUP:
+            for fd in self.terminal:  # whatever is printed there from now on would be an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if self.requested or not self.looping:
             raise KeyboardInterrupt
         self.requested = True
-        console.print("[yellow]Ctrl-C: finishing this step, then saving. Again to stop now.[/]")
+        console.print(f"[yellow]{signal.Signals(number).name}: finishing this step, then saving. Again to stop now.[/]")
 
     def install(self) -> None:
         """Take the signals; again after Ray has started, which takes SIGTERM for itself."""
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self)
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # nohup: the run is to outlive its terminal
+                signal.signal(s, self)
 
 
 def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
@@ -69,22 +75,23 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         except VimeError as e:
             faults.append(f"{place}{e}")
 
-    model = Path(cfg.model)
-    if not (model / "config.json").is_file() or not list(model.glob("*.safetensors")):
-        missing = "no model folder with config.json, *.safetensors and a tokenizer; `vime model get smollm2-135m` makes one"
-        faults.append(f"model = {cfg.model!r}: {missing}")
-    else:
+    for key, path in {"model": cfg.model, "algo.ref_model": cfg.algo.ref_model}.items():
+        faults += [f"{key} = {path!r}: {fault}" for fault in (() if path is None else model.faults(path))]
+    if os.path.isdir(cfg.model):
         tokenizer = attempt("model: ", load, cfg.model)
         if cfg.rollout.routing_replay:
             from vime.trainer.routing import check_model  # torch takes seconds to import
 
             for path in {cfg.model, (cfg.algo.kl_loss_coef > 0 and cfg.algo.ref_model) or cfg.model}:
                 attempt("rollout.routing_replay: ", check_model, path)
+    for key, first, n in (("vllm.port", cfg.vllm.get("port"), len(cfg.servers)), ("router.port", cfg.router.get("port"), 1)):
+        for port in range(first, first + n) if first else ():
+            attempt("", claim_port, port, key)
 
     def read_prompts(place: str, data: DataConfig, path: str, n: int, max_response_len: int) -> Any:
         if tokenizer:
             return attempt(place, Prompts, data, path, tokenizer, n, cfg.seed, cfg.rollout.max_context_len - max_response_len)
-        if not Path(path.partition("@")[0]).exists():
+        if not os.path.exists(path.partition("@")[0]):
             faults.append(f"{place}no such prompt file: {path}")
 
     prompts = read_prompts("data.prompts: ", cfg.data, cfg.data.prompts, cfg.rollout.n_samples_per_prompt, cfg.rollout.max_response_len)

@@ -3,6 +3,8 @@
 import copy
 import random
 
+import numpy as np
+
 from vime.hooks import DynamicFilterOutput
 from vime.rollout.generate import generate as turn
 from vime.sample import Sample
@@ -64,6 +66,22 @@ async def shares_a_list(args, sample, sampling_params):
     n = sample.response_length
     SHARED[:] = [1] * n
     return sample
+
+
+async def keeps_a_set(args, sample, sampling_params):
+    sample.metadata["seen"] = {1, 2}
+    return await turn(args, sample, sampling_params)
+
+
+async def good_numpy(args, sample, sampling_params):
+    sample = await turn(args, sample, sampling_params)
+    sample.metadata["scores"], sample.status = np.array([1.5, 2.5]), str(sample.status)
+    sample.loss_mask, sample.tokens = np.array(sample.loss_mask), tuple(sample.tokens)
+    return sample
+
+
+def reward_of_bytes(args, sample):
+    return {"acc": 1.0, "why": b"x"}
 
 
 async def gives_nothing(args, sample, sampling_params):

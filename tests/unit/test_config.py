@@ -63,6 +63,16 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["train"], "not of the form"),
         (["seed.x=1"], "seed is not a section"),
         (["train.lr=nan"], "train.lr"),
+        (["seed=12345678901234567890123456"], r"seed: a number of more than 64 bits \(got 12345678901234567890123456\)"),
+        (["seed=4000000000"], r"seed: Input should be less than 2147483648 \(got 4000000000\)"),
+        (["train.steps=12345678901234567890123456"], "train.steps: a number of more than 64 bits"),
+        (["rollout.request_timeout=1e300"], "rollout.request_timeout: Input should be less than or equal to"),
+        (["seed=-1"], "seed: Input should be greater"),
+        (["rollout.request_timeout=0.5"], "rollout.request_timeout: Input should be greater than or equal to 1"),
+        (["rollout.stop=['x', '']"], "rollout.stop: an empty stop string would end every response at once"),
+        (["rollout.stop_token_ids=[1, -2]"], "rollout.stop_token_ids: -2: no token ids"),
+        (["vllm.port=65535", "rollout.num_engines=2"], "vllm.port 65535: 2 servers take as many ports"),
+        (["vllm.port=8000", "rollout.num_engines=3", "router.port=8002"], "router.port 8002 is one of the ports 8000 to 8002"),
         (["rollout.temperature=inf"], "rollout.temperature"),
     ],
 )
@@ -105,7 +115,9 @@ def test_eval_datasets_inherit_key_by_key_and_are_named_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "no such configuration file"), (b"a = ", "readable TOML"), (b"\xff", "readable TOML")]
+    ("content", "said"),
+    [(None, "no such configuration file"), (b"a = ", "readable TOML"), (b"\xff", "readable TOML"),
+     (b"a = " + b"[" * 9999, "readable TOML"), (b"a = " + b"1" * 5000, "readable TOML")]
 )
 def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "r.toml"
@@ -121,7 +133,7 @@ scalars = st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=8) | s
 values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text("ab", min_size=1), scalars, max_size=2)
 trees = st.fixed_dictionaries({
     "train": st.fixed_dictionaries({"lr": st.floats(1e-9, 1.0), "steps": st.integers(1, 10**6)}),
-    "rollout": st.fixed_dictionaries({"stop": st.lists(st.text(max_size=5), max_size=3)}),
+    "rollout": st.fixed_dictionaries({"stop": st.lists(st.text(min_size=1, max_size=5), max_size=3)}),
     "reward": st.fixed_dictionaries({"function": st.just("regex"), "pattern": st.text(min_size=1, max_size=9)}),
     "vllm": st.dictionaries(st.text("abc-_", min_size=1), values, max_size=4),
 })  # fmt: skip
@@ -165,3 +177,48 @@ def test_an_override_without_a_value_unsets_what_may_be_unset(tmp_path: Path) ->
     for key in ("seed=", "train.lr=", "train.mode=", "rollout.engines=", "rollout.sample_hook="):
         with pytest.raises(VimeError, match=key.removesuffix("=")):
             config.load(tree, [key])
+
+
+@pytest.mark.parametrize("section", ["vllm", "router"])
+@pytest.mark.parametrize("port", [0, -1, 65536, 10**26, "8000", "http", True, 80.0, [8000]])
+def test_ports(section: str, port: Any) -> None:
+    with pytest.raises(VimeError, match=rf"{section}: port = .* is no TCP port, a number from 1 to 65535; "):
+        config.validate(BASE | {section: {"port": port}}, "t")
+    if port == "8000":
+        with pytest.raises(VimeError, match="write port = 8000"):
+            config.validate(BASE | {section: {"port": port}}, "t")
+    assert config.validate(BASE | {section: {"port": 1}, "rollout": {"num_engines": 1}}, "t")
+
+
+@pytest.mark.parametrize("url", ["http://h", "http://h:8000", "https://a.b-c.d:1", "http://127.0.0.1:65535", "http://[::1]:8000", "http://a_b:80"])
+def test_urls_of_servers(url: str) -> None:
+    assert config.validate(BASE | {"rollout": {"engines": [url]}}, "t").rollout.engines == [url]
+    with pytest.raises(VimeError, match="is there 2 times: one entry a server"):
+        config.validate(BASE | {"rollout": {"engines": [url, url.upper().replace("HTTPS", "https").replace("HTTP", "http")]}}, "t")
+
+
+@pytest.mark.parametrize(
+    ("url", "near"),
+    [
+        ("h:8000", "http://h:8000"), ("h", "http://h:8000"), ("http://h:8000/", "http://h:8000"), ("https://h:9/v1", "https://h:9"), ("", "http://host:8000"),
+        ("http://", "http://host:8000"), ("http://h:99999", "http://host:8000"), ("http://h:x", "http://host:8000"), ("ftp://h:1", "http://h:1"),
+        ("http://h:1?a=1", "http://h:1"), ("http://u:p@h:1", "http://h:1"), (" http://h:1", "http://host:8000"), ("http://[::1", "http://host:8000"),
+        ("http://h 1:2", "http://h 1:2"), ("http://h:0", "http://h:8000"),
+    ],
+)  # fmt: skip
+def test_urls_that_are_none(url: str, near: str) -> None:
+    with pytest.raises(VimeError) as e:
+        config.validate(BASE | {"rollout": {"engines": ["http://fine:1", url]}}, "t")
+    (line,) = str(e.value).splitlines()[1:]
+    assert f"rollout.engines: {url!r} is not the URL of a server; write it as" in line
+    assert url.startswith(" ") or line.endswith(near)
+
+
+def test_each_fault_has_its_line_whichever_check_found_it() -> None:
+    tree = BASE | {"rollout": {"engines": ["a", "b"], "stop": [""]}, "seed": -1, "vllm": {"port": "x"}}
+    with pytest.raises(VimeError, match="t: 5 faults") as e:
+        config.validate(tree, "t")
+    assert len(str(e.value).splitlines()) == 6
+    with pytest.raises(VimeError, match="t: 2 faults") as e:
+        config.validate(BASE | {"parallel": {"fsdp": 3}, "train": {"max_staleness": 1}}, "t")
+    assert len(str(e.value).splitlines()) == 3

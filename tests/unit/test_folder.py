@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.unit.test_preflight import folder as model_folder
 from vime import config
 from vime.cli import main
+from vime.cluster import _read_groups, _write_groups
 from vime.config import Config
 from vime.errors import VimeError
-from vime.folder import opened
-from vime.model import _char_tokenizer
+from vime.folder import opened, summary
 from vime.observe.metrics import read
+from vime.sample import Sample, Status
 from vime.trainer.checkpoint import read_state
 
 STATE = {
@@ -66,6 +69,13 @@ def test_new_again_overwritten_resumed(tmp_path: Path) -> None:
     assert run(tmp_path / "r", resume=True) == "after step 3"
 
 
+def test_a_place_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may be root, who may write anywhere: the kernel's answer is put in its mouth."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written: PermissionError: no permission to write into" in run(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+
+
 def test_overwrite_deletes_runs_only(tmp_path: Path) -> None:
     """A folder that is there for something else stays as it is, whatever its name."""
     (tmp_path / "thesis").mkdir()
@@ -84,10 +94,13 @@ def test_places_that_cannot_be_used(tmp_path: Path, odd: str, overwrite: bool) -
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / ".lock").mkdir()
     folder = {
-        "file": tmp_path / "file", "file as run_dir": tmp_path / "file" / "r", "/proc": Path("/proc/no/r"), "too long": tmp_path / ("x" * 300),
+        "file": tmp_path / "file", "file as run_dir": tmp_path / "file" / "r", "/proc": Path("/proc/self/mem/r"), "too long": tmp_path / ("x" * 300),
         "NUL": Path(f"{tmp_path}/\0/r"), "file as checkpoints": tmp_path / "half",
     }[odd]  # fmt: skip
     said = run(folder, overwrite=overwrite)
+    if odd != "file as checkpoints":
+        with pytest.raises(VimeError):
+            summary(cfg(folder), False, overwrite)
     assert "is not a folder" in said or "cannot be written" in said or "cannot be read" in said, said
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -175,11 +188,21 @@ def test_a_state_with_parts_missing_or_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}\n", "[]\n[{}]\n", "[3]\n", "[", '[{"status": "pending"}]\n', "\udcff"])
 def test_damaged_groups_are_named(tmp_path: Path, text: str) -> None:
-    from vime.cluster import _read_groups
-
     (tmp_path / "groups.jsonl").write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(VimeError, match=r"groups\.jsonl is damaged"):
         _read_groups(str(tmp_path / "groups.jsonl"), [False], None)
+
+
+def test_groups_go_to_disk_and_back_or_name_what_cannot(tmp_path: Path) -> None:
+    """A filter may have put anything there after the sample was checked."""
+    path = str(tmp_path / "groups.jsonl")
+    odd = Sample(index=4, label=np.float32(0.5), metadata={"a": np.arange(2), "half": "\ud800"}, status="aborted")  # type: ignore[arg-type]
+    _write_groups(path, [odd], [Sample(index=5), Sample(index=6)])
+    metas, first, second = _read_groups(path, [False, False], None)
+    assert metas == [[], []] and [s.index for s in second] == [5, 6]
+    assert (first[0].label, first[0].metadata, first[0].status) == (0.5, {"a": [0, 1], "half": "\ud800"}, Status.ABORTED)
+    with pytest.raises(VimeError, match=r"a checkpoint cannot hold sample 7: metadata\['x'\] is of type set"):
+        _write_groups(path, [odd], [Sample(index=7, metadata={"x": {1}})])
 
 
 ROW = '{"step": 1, "a": 0.5}\n'
@@ -207,9 +230,7 @@ def test_metrics_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_dry_run_says_what_would_become_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, folder = tmp_path / "m", tmp_path / "r"
-    _char_tokenizer().save_pretrained(model)
-    (model / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    model_folder(model)
     (tmp_path / "p.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "abd"}\n')
     (tmp_path / "r.toml").write_text(
         f'model = "{model}"\nrun_dir = "{tmp_path}"\nname = "r"\ndata.prompts = "{tmp_path}/p.jsonl"\nreward.function = "exact"\n'

@@ -15,7 +15,8 @@ HERE = "tests.unit.contract_plugins"
 @pytest.mark.parametrize(
     ("key", "name"),
     [
-        ("rollout.custom_generate", "good_generate"), ("rollout.custom_generate", "good_as_in_slime"), ("reward.function", "good_reward"),
+        ("rollout.custom_generate", "good_generate"), ("rollout.custom_generate", "good_as_in_slime"),
+        ("rollout.custom_generate", "good_numpy"), ("reward.function", "good_reward"),
         ("rollout.dynamic_filter", "good_filter"), ("rollout.buffer_filter", "good_buffer"), ("rollout.sample_filter", "good_sample_filter"),
         ("rollout.sample_hook", "good_hook"), ("reward.post_process", "good_post"), ("log.rollout_hook", "good_log"), ("data.source", "GoodSource"),
     ],
@@ -31,6 +32,8 @@ def test_good_plugins_pass(key: str, name: str) -> None:
         ("rollout.custom_generate", "forgets_a_logprob", r"rollout_log_probs has \d+ entries for \d+ response tokens"),
         ("rollout.custom_generate", "stays_pending", "a sample that is still pending"),
         ("rollout.custom_generate", "shares_a_list", "samples share a list or dict"),
+        ("rollout.custom_generate", "keeps_a_set", r"ValueError: sample 0: metadata\['seen'\] is of type set, which JSON cannot hold"),
+        ("reward.function", "reward_of_bytes", r"the reward\['why'\] is of type bytes"),
         ("rollout.custom_generate", "gives_nothing", "returned None, not a Sample"),
         ("rollout.custom_generate", "is_not_async", "can't be used in 'await' expression"),
         ("rollout.custom_generate", "good_reward", r"expected async \(args, sample, sampling_params"),
