@@ -31,7 +31,7 @@ from vime import hooks
 from vime.config import Config
 from vime.errors import VimeError, said
 from vime.observe.metrics import dump_samples
-from vime.procs import free_port
+from vime.procs import Follower, free_port
 from vime.rollout.control import Control
 from vime.rollout.engine import Engine, drafts_itself
 from vime.rollout.gauges import Gauges, summary
@@ -88,6 +88,7 @@ class Cluster:
         self.rollouts = Rollouts(self)
         self.meanwhile: Callable[[], None] = lambda: None  # called about every second while something else is waited for
         self._ray_pids: list[psutil.Process] = []
+        self._follower: Follower | None = None
         self._dumps: list[Any] = []
         self._closing = threading.Event()
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="pids")
@@ -110,6 +111,7 @@ class Cluster:
         if local:
             me = psutil.Process()
             self._ray_pids = [p for p in me.children(recursive=True) if p.name() in ("gcs_server", "raylet")]
+            self._follower = Follower([p.pid for p in self._ray_pids])
         threads = str(max(1, (os.cpu_count() or 1) // cfg.parallel.fsdp))
         env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
@@ -200,6 +202,8 @@ class Cluster:
         self.engines, self.workers, self.trainers = {}, [], []
         with contextlib.redirect_stderr(io.StringIO()):  # where Ray has died it would print its state here, for no reader
             ray.shutdown()
+        if self._follower:
+            self._follower.close()
         if self.cfg.weights.transport == "shm":
             shutil.rmtree(location(self.cfg), ignore_errors=True)
 

@@ -71,17 +71,54 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def descendants(root: int) -> list[int]:
-    """Pids below `root`, from Linux's /proc."""
+def descendants(root: int, deep: bool = True) -> list[int]:
+    """Pids below `root`, or only its children, from Linux's /proc."""
     below: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended meanwhile
             stat = Path(f"/proc/{entry}/stat").read_text(errors="replace")
             below.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
     found = list(below.get(root, []))
-    for pid in found:  # grows while it is walked
+    for pid in found if deep else ():  # grows while it is walked
         found += below.get(pid, [])
     return found
+
+
+class Follower:
+    """Sees to it that the processes `roots` and their children end when this process does, even by SIGKILL: those still there GRACE seconds
+    later are killed. For Ray's, whose agents wait a minute for an answer of its dead server. `close()` does the same at once."""
+
+    def __init__(self, roots: list[int]):
+        self._line, theirs = socket.socketpair()
+        run = [sys.executable, "-I", "-S", os.path.abspath(__file__), "follow", str(theirs.fileno()), *map(str, roots)]
+        with theirs:
+            self._process = subprocess.Popen(run, start_new_session=True, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        self._line.close()
+        self._process.wait()
+
+
+def _born(pid: int) -> str | None:
+    """When process `pid` began, which tells it from a later one of that number; None where there is none, or a zombie."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if stat[0] == "Z" else stat[19]
+    return None
+
+
+def _follow(fd: int, roots: list[int]) -> int:
+    """Note the children of `roots` each second, until EOF on `fd`; then give them GRACE seconds to end."""
+    line, known = socket.socket(fileno=fd), {pid: _born(pid) for pid in roots}
+    while not select.select([line], [], [], 1.0)[0]:
+        known |= {pid: _born(pid) for root in roots for pid in descendants(root, deep=False)}
+    deadline = time.monotonic() + GRACE
+    while left := [pid for pid, born in known.items() if born and _born(pid) == born]:
+        for pid in left if time.monotonic() > deadline else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return 0
 
 
 def _guard(fd: int, cmd: list[str]) -> int:
@@ -130,4 +167,6 @@ def _guard(fd: int, cmd: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "follow":
+        sys.exit(_follow(int(sys.argv[2]), [int(pid) for pid in sys.argv[3:]]))
     sys.exit(_guard(int(sys.argv[1]), sys.argv[2:]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.procs import descendants, free_port, spawn
+from vime.procs import _born, descendants, free_port, spawn
 
 # A process with a child in a session of its own (as vLLM's workers may have) and a grandchild that ignores TERM.
 FAMILY = """
@@ -110,3 +110,33 @@ def test_terminal_signals_do_not_reach_the_child(tmp_path: Path) -> None:
 
 def test_free_ports_are_distinct_enough() -> None:
     assert all(1024 <= free_port() < 65536 for _ in range(10))
+
+
+def test_followed_processes_end_soon_after_their_killed_parent(tmp_path: Path) -> None:
+    """Neither the roots nor their children care for their parent's death, as Ray's agents do not; what the follower does not know stays."""
+    code = f"""
+import subprocess, sys, time
+from vime.procs import Follower
+run = lambda code: subprocess.Popen([sys.executable, "-c", code])
+root = run("import subprocess, time; print('child', subprocess.Popen(['sleep', '100']).pid, flush=True); time.sleep(100)")
+other = run("import time; time.sleep(100)")
+follower = Follower([root.pid])
+time.sleep(2.5)  # it has looked since
+open({str(tmp_path / "pids")!r}, "w").write(f"{{root.pid}} {{other.pid}} ready")
+time.sleep(100)
+"""
+    with open(tmp_path / "out", "w") as out:
+        parent = subprocess.Popen([sys.executable, "-c", code], stdout=out)
+    wait_for(tmp_path / "pids", "ready")
+    root, other = map(int, (tmp_path / "pids").read_text().split()[:2])
+    child = int((tmp_path / "out").read_text().split()[1])
+    parent.kill()
+    parent.wait()
+    try:
+        end = time.monotonic() + 15
+        while _born(root) or _born(child):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert _born(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
