@@ -12,7 +12,6 @@ import re
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ import ray.exceptions as rex
 from vime import hooks
 from vime.config import Config
 from vime.errors import VimeError, said
+from vime.groups import DEAD, Rollouts, read_groups, write_groups
 from vime.observe.metrics import dump_samples
 from vime.procs import Follower, free_port
 from vime.rollout.control import Control
@@ -38,14 +38,11 @@ from vime.rollout.gauges import Gauges, summary
 from vime.rollout.health import Fleet
 from vime.rollout.router import Router
 from vime.rollout.worker import GroupReport, RolloutWorker
-from vime.sample import Sample, SampleMeta, meta_of
+from vime.sample import Sample, SampleMeta
 from vime.trainer.batch import RankPlan
 from vime.weights import location, server_dtype
 
-SUSPECT = 2  # deaths of workers that make the groups they had suspects; one more with such a group ends the run
 WORKER_BACK = 120.0  # seconds until Ray must have restarted a worker
-# The Ray errors that mean "the process behind it is gone", not "the code in it raised".
-DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.NodeDiedError)
 
 
 def cause(e: BaseException) -> BaseException:
@@ -395,116 +392,12 @@ class Cluster:
 
     def save_groups(self, path: Path, groups: list[Any]) -> None:
         """Write groups, given as references, to `path`, one JSON list of samples a line."""
-        self.gather([ray.remote(_write_groups).options(num_cpus=0).remote(str(path.resolve()), *groups)], "writing the groups under way,")
+        self.gather([ray.remote(write_groups).options(num_cpus=0).remote(str(path.resolve()), *groups)], "writing the groups under way,")
 
     def load_groups(self, path: Path, state: list[dict[str, Any]]) -> list[tuple[list[SampleMeta], Any]]:
         """Read what save_groups wrote: (metadata of a finished group's samples, reference to them) of each; no metadata for unfinished ones."""
         if not state:
             return []
-        task = ray.remote(_read_groups).options(num_cpus=0, num_returns=len(state) + 1)
+        task = ray.remote(read_groups).options(num_cpus=0, num_returns=len(state) + 1)
         metas, *refs = task.remote(str(path.resolve()), [s["ready"] for s in state], self.cfg.reward.key)
         return list(zip(self.gather([metas], "reading the groups under way,")[0], refs, strict=True))
-
-
-class Rollouts:
-    """Groups under way on the workers, by key; the samples themselves stay in Ray's store until a trainer rank fetches them.
-
-    A group may itself be what ends its worker (a plug-in that crashes). Those that were there at SUSPECT deaths go on one at a time, so that
-    the next death has one of them as its cause."""
-
-    def __init__(self, cluster: Cluster):
-        self.cluster = cluster
-        # reference to the report -> arguments of submit, reference to the samples, the worker's index
-        self.pending: dict[Any, tuple[tuple[Any, ...], Any, int]] = {}
-        self.deaths: Counter[int] = Counter()  # of workers, while they had the group
-        self.suspects: list[tuple[Any, ...]] = []  # arguments of submit; not with a worker yet
-
-    def submit(self, key: int, group: Any, version: int, wave: int = 0, evaluation: str = "") -> None:
-        """Start a group, samples or a reference to them, on the next worker. See RolloutWorker.run_group."""
-        args = (key, group, version, wave, evaluation)
-        if self.deaths[key] >= SUSPECT:
-            self.suspects.append(args)
-        else:
-            self._send(args)
-
-    def _send(self, args: tuple[Any, ...]) -> None:
-        i = next(self.cluster.turn) % len(self.cluster.workers)
-        report, data = self.cluster.workers[i].run_group.options(num_returns=2).remote(*args[1:])
-        self.pending[report] = args, data, i
-
-    def finished(self, timeout: float, redo: bool = True) -> list[tuple[int, GroupReport, Any]]:
-        """(key, report, reference to the samples) of the groups that have come back; waits up to `timeout` seconds for the first. A group
-        whose worker died is submitted again, or without `redo` counts as interrupted before it began.
-
-        Raises: VimeError of a failing reward, request or engine, and of a group with which one worker after the other died.
-        """
-        out: list[tuple[int, GroupReport, Any]] = []
-        if not redo:
-            out += [(args[0], GroupReport(args[0], interrupted=True), None) for args in self.suspects]
-            self.suspects = []
-        elif self.suspects and not any(self.deaths[args[0]] >= SUSPECT for args, *_ in self.pending.values()):
-            self._send(self.suspects.pop(0))
-        if not self.pending:
-            time.sleep(min(timeout, 0.05))
-            return out
-        ray.wait(list(self.pending), num_returns=1, timeout=timeout)
-        done, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
-        self.cluster.check()
-        lost: list[tuple[Any, ...]] = []
-        dead: dict[int, BaseException] = {}
-        for ref in done:  # grows: what else a dead worker had is lost with it
-            args, data, i = self.pending.pop(ref)
-            try:
-                out.append((args[0], ray.get(ref), data))
-                if not out[-1][1].interrupted:
-                    del self.deaths[args[0]]
-            except DEAD as e:
-                lost.append(args)
-                others = [r for r, (*_, j) in self.pending.items() if j == i and r not in done] if i not in dead else []
-                dead[i] = dead.get(i, e)
-                done += ray.wait(others, num_returns=len(others), timeout=5)[0] if others else []
-            except rex.RayTaskError:
-                raise self.cluster.blame([ref], f"group {args[0]}, part") from None
-        for i in dead:
-            self.cluster.await_worker(i)
-            self.cluster.changed()
-        for args in lost:
-            self.cluster.counts["groups_redone"] += 1
-            self.deaths[args[0]] += 1
-            if self.deaths[args[0]] > SUSPECT:
-                what = f"group {args[0]}: the rollout worker that had it died {SUSPECT + 1} times"
-                raise VimeError(f"{what}, the last time with: {said(next(iter(dead.values())))}", _runs_there(self.cluster.cfg, args[4]))
-            if redo:
-                self.submit(*args)
-            else:
-                out.append((args[0], GroupReport(args[0], interrupted=True), None))
-        return out
-
-
-def _runs_there(cfg: Config, evaluation: str) -> str:
-    """The plug-ins in a rollout worker, for the error of its death."""
-    d = {d.name: d for d in cfg.eval.datasets}.get(evaluation)
-    paths = {key: hooks.paths(cfg, key) for key in ("rollout.custom_generate", "rollout.sample_hook", "rollout.dynamic_filter", "reward.function")}
-    paths |= {key: [path] for key, path in (("rollout.custom_generate", d and d.custom_generate), ("reward.function", d and d.reward)) if path}
-    own = [f"{key} = {path!r}" for key, found in paths.items() for path in found if {":", "."} & set(path)]
-    return f"does {' or '.join(own)} end its process?" if own else "no plug-in of yours runs there; is memory short? see `vime doctor`"
-
-
-def _write_groups(path: str, *groups: list[Sample]) -> None:
-    for s in itertools.chain.from_iterable(groups):  # filters and rewards may have put anything there since the sample was checked
-        try:
-            s.make_plain()
-        except ValueError as e:
-            raise VimeError(f"a checkpoint cannot hold {e}", "a plug-in put it there") from e
-    lines = (json.dumps([s.to_dict() for s in group]) + "\n" for group in groups)
-    Path(path).write_text("".join(lines))
-
-
-def _read_groups(path: str, ready: list[bool], key: str | None) -> list[Any]:
-    try:
-        groups = [[Sample.from_dict(d) for d in json.loads(line)] for line in Path(path).read_text().splitlines()]
-        if not all(groups):
-            raise ValueError("a group without samples")
-        return [[[meta_of(s, key) for s in g] if done else [] for g, done in zip(groups, ready, strict=True)], *groups]
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise VimeError(f"{path} is damaged: {said(e)}", "remove its checkpoint: a resume then takes the one before it") from e

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
 
 
@@ -368,46 +369,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        faults, total = [], self.samples_per_step
-        gbs = self.train.global_batch_size
-        if gbs and total % gbs:
-            faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
-        if (gbs or total) % self.parallel.fsdp:
-            faults.append(f"parallel.fsdp {self.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-        if self.algo.advantage_estimator == "grpo" and self.rollout.n_samples_per_prompt == 1:
-            faults.append("GRPO needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
-        r, t = self.rollout, self.train
-        if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
-            faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
-        if r.function and t.mode == "async":
-            faults.append('rollout.function generates a whole step: it needs train.mode = "sync"')
-        if t.mode == "async" and t.max_staleness == 0:
-            faults.append('train.mode = "async" needs train.max_staleness >= 1 (1: one-step-off)')
-        if t.mode == "async" and (r.partial_rollout or r.over_sampling_batch_size or r.mask_offpolicy_prefix):
-            faults.append("rollout.partial_rollout, over_sampling_batch_size and mask_offpolicy_prefix are for sync mode: async never interrupts")
-        if r.partial_rollout and not (t.max_staleness or r.mask_offpolicy_prefix):
-            faults.append("rollout.partial_rollout trains tokens of older weights: set train.max_staleness >= 1, or rollout.mask_offpolicy_prefix")
-        corrected = self.algo.correction != "none" or self.algo.custom_tis
-        if t.max_staleness and not (corrected or self.loss.custom):
-            stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
-            faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
-        if self.weights.delta_full_every and not self.weights.delta:
-            faults.append("weights.delta_full_every has no meaning without weights.delta: every version is published whole")
-        if self.loss.custom and (corrected or self.algo.use_opsm or self.loss.custom_reducer):
-            faults.append("loss.custom takes the place of the policy loss: leave out algo.correction, custom_tis, use_opsm and loss.custom_reducer")
-        if self.engine and r.num_engines > 1:
-            faults.append(f"rollout.num_engines = {r.num_engines} and {len(self.engine)} [[engine]] tables: leave one of them out")
-        for i, table in enumerate(self.engine):
-            if shared := sorted({"model", "dtype", "logprobs_mode", "weight_transfer_config"} & {k.replace("-", "_") for k in table.vllm}):
-                faults.append(f"engine.{i}.vllm.{shared[0]}: all servers take the same weights and give comparable logprobs: set it for all, or not")
-        if r.colocate and t.mode == "async":
-            faults.append('rollout.colocate: servers that sleep while the trainer trains need train.mode = "sync"')
-        first, n = self.vllm.get("port"), len(self.servers)
-        if first and first + n - 1 > 65535:
-            faults.append(f"vllm.port {first}: {n} servers take as many ports from there on, and 65535 is the last; lower it")
-        if first and self.router.get("port") in range(first, first + n):
-            faults.append(f"router.port {self.router['port']} is one of the ports {first} to {first + n - 1} of the servers (vllm.port)")
-        if faults:
+        if faults := conflicts(self):
             raise ValueError("\n".join(faults))
         return self
 

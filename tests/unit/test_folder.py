@@ -14,10 +14,10 @@ import pytest
 from tests.unit.test_preflight import folder as model_folder
 from vime import config
 from vime.cli import main
-from vime.cluster import _read_groups, _write_groups
 from vime.config import Config
 from vime.errors import VimeError
 from vime.folder import opened, summary
+from vime.groups import read_groups, write_groups
 from vime.observe.metrics import read
 from vime.sample import Sample, Status
 from vime.trainer.checkpoint import read_state
@@ -190,19 +190,19 @@ def test_a_state_with_parts_missing_or_not_text(tmp_path: Path) -> None:
 def test_damaged_groups_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "groups.jsonl").write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(VimeError, match=r"groups\.jsonl is damaged"):
-        _read_groups(str(tmp_path / "groups.jsonl"), [False], None)
+        read_groups(str(tmp_path / "groups.jsonl"), [False], None)
 
 
 def test_groups_go_to_disk_and_back_or_name_what_cannot(tmp_path: Path) -> None:
     """A filter may have put anything there after the sample was checked."""
     path = str(tmp_path / "groups.jsonl")
     odd = Sample(index=4, label=np.float32(0.5), metadata={"a": np.arange(2), "half": "\ud800"}, status="aborted")  # type: ignore[arg-type]
-    _write_groups(path, [odd], [Sample(index=5), Sample(index=6)])
-    metas, first, second = _read_groups(path, [False, False], None)
+    write_groups(path, [odd], [Sample(index=5), Sample(index=6)])
+    metas, first, second = read_groups(path, [False, False], None)
     assert metas == [[], []] and [s.index for s in second] == [5, 6]
     assert (first[0].label, first[0].metadata, first[0].status) == (0.5, {"a": [0, 1], "half": "\ud800"}, Status.ABORTED)
     with pytest.raises(VimeError, match=r"a checkpoint cannot hold sample 7: metadata\['x'\] is of type set"):
-        _write_groups(path, [odd], [Sample(index=7, metadata={"x": {1}})])
+        write_groups(path, [odd], [Sample(index=7, metadata={"x": {1}})])
 
 
 ROW = '{"step": 1, "a": 0.5}\n'
