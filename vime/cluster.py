@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,7 +133,10 @@ class Cluster:
         self.gather(ready, "trainer rank")
         self.write_pids()
         self.fleet.changed = self.changed
-        self.control = Control(self.fleet, self.folder, self.restart_engine, self.start_engine)
+        try:
+            self.control = Control(self.fleet, self.folder, self.restart_engine, self.start_engine)
+        except VimeError as e:  # a file system without sockets
+            print(f"warning: `vime engines` is off for this run: {e}", file=sys.stderr, flush=True)
 
     def measure(self) -> None:
         """Begin to look at the servers' own metrics."""
@@ -228,10 +232,11 @@ class Cluster:
     def restart_engine(self, i: int, changes: dict[str, Any] | None = None) -> None:
         """Start engine i anew on its port, with these and earlier changes of its vLLM arguments. Ray itself restarts the actor where the
         actor's process died, too."""
-        self.changes[i] = self.changes.get(i, {}) | (changes or {})
+        wanted = self.changes.get(i, {}) | (changes or {})
         for attempt in (1, 2):
             try:
-                ray.get(self.engines[i].restart.remote(self.changes[i]))
+                ray.get(self.engines[i].restart.remote(wanted))
+                self.changes[i] = wanted
                 return self._note_draft(i)
             except DEAD as e:
                 if attempt == 2:

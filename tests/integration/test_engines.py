@@ -101,8 +101,9 @@ def test_servers_are_added_drained_and_brought_back_under_load(stack: Stack, dra
     thread.start()
     try:
         assert f"engine 1 ({drafting.url}) serves weights v{first.version}" in vime("add", drafting.url)
+        used = counters(drafting.url)["tokens"]
         time.sleep(2)
-        assert counters(drafting.url)["running"] > 0, "the router does not use the added server"
+        assert counters(drafting.url)["tokens"] > used, "the router does not use the added server"
         assert "engine 0" in vime("drain", "0") and fleet.serving() == [1] and fleet.busy(0) == 0
         idle = counters(stack.server.url)["tokens"]
         second = stack.policy().publish(fleet)
@@ -132,8 +133,6 @@ def test_a_router_without_servers_says_which_are_gone(stack: Stack, fleet: Fleet
         ask(fleet.router.url, lambda c: c.generate(PROMPT, {"max_tokens": 1}))  # type: ignore[union-attr]
     fleet.bring_in(0)
     ask(fleet.router.url, lambda c: c.generate(PROMPT, {"max_tokens": 1}))  # type: ignore[union-attr]
-    with pytest.raises(VimeError, match=r"would not add http://127.0.0.1:9"):
-        fleet.router.add("http://127.0.0.1:9")  # type: ignore[union-attr]
 
 
 def test_sleeping_servers_wake_before_they_get_weights(stack: Stack, fleet: Fleet) -> None:

@@ -131,10 +131,13 @@ class Control:
             raise VimeError(f"{self.at(i)} was started elsewhere: its arguments are not ours to change", "start it anew there, then replace it")
         if not external or i not in self.fleet.out:
             self._empty(i, say)
-        if not external:
-            say(f"{self.at(i)}: starting anew" + (f" with {json.dumps(vllm)}" if vllm else ""))
-            self.restart(i, vllm)
-        return self._join(i, say)
+        try:
+            if not external:
+                say(f"{self.at(i)}: starting anew" + (f" with {json.dumps(vllm)}" if vllm else ""))
+                self.restart(i, vllm)
+            return self._join(i, say)
+        except VimeError as e:
+            raise VimeError(f"{self.at(i)} stays out: {e.what}", e.fix, e.log) from e
 
     def add(self, url: str | None, vllm: dict[str, Any], say: Say) -> str:
         """One more server: a new process, or the one at `url`."""
@@ -143,7 +146,11 @@ class Control:
         i = len(self.fleet.urls)
         say(f"engine {i}: " + (f"at {url}" if url else "starting"))
         self.fleet.append(url.rstrip("/") if url else self.start(i, vllm), external=bool(url))
-        return self._join(i, say)
+        try:
+            return self._join(i, say)
+        except VimeError:
+            self.fleet.pop()
+            raise
 
     def _join(self, i: int, say: Say) -> str:
         say(f"{self.at(i)}: current weights")

@@ -150,14 +150,15 @@ class Engine(Served):
         """`changes` are vLLM arguments laid over those of the configuration; a server beyond the configured ones has those of [vllm]."""
         servers = cfg.servers
         table = servers[index] if index < len(servers) else EngineTable(vllm=without_port(cfg.vllm))
-        self.given, self.env = table.vllm | (changes or {}), table.env
+        self.base, self.env = table.vllm, table.env
+        self.given = self.base | (changes or {})
         given = self.given.get("port")
         super().__init__(Path(folder) / "logs" / f"engine-{index}.log", port if given is None else int(given))
         self.cfg, self.index, self.name = cfg, index, f"engine {index}: vLLM"
 
     def restart(self, changes: dict[str, Any] | None = None) -> str:
-        """As Served.restart, from here on with these vLLM arguments in place of those it had. Another port changes nothing: others know it."""
-        self.given = self.given | (changes or {})
+        """As Served.restart; with `changes` laid over the configured vLLM arguments from here on. Another port changes nothing."""
+        self.given = self.given if changes is None else self.base | changes
         return super().restart()
 
     def arguments(self, port: int) -> dict[str, Any]:

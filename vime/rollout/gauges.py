@@ -134,7 +134,11 @@ class Gauges:
                 self.meters.setdefault(i, Meter()).add(now, time.monotonic())
 
         while not self._end.is_set():
-            await asyncio.gather(*(look(i, url) for i, url in self.targets().items()), asyncio.sleep(LOOK))
+            targets = self.targets()
+            with self._lock:
+                for i in set(self.meters) - set(targets):  # out: its time does not count
+                    self.meters[i].at = None
+            await asyncio.gather(*(look(i, url) for i, url in targets.items()), asyncio.sleep(LOOK))
         for c in clients.values():
             await c.close()
 

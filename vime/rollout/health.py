@@ -64,16 +64,23 @@ class Fleet:
     def serving(self) -> list[int]:
         return [i for i in range(len(self.urls)) if i not in self.out]
 
-    def append(self, url: str, external: bool) -> int:
-        """One more server, still out. Returns its index."""
+    def append(self, url: str, external: bool) -> None:
+        """One more server, still out."""
         with self.lock:
-            i = len(self.urls)
-            self.out.add(i)
-            self.external |= {i} if external else set()
+            self.out.add(len(self.urls))
+            self.external |= {len(self.urls)} if external else set()
             self._clients.append(EngineClient(url))
             self._slow.append(0)
             self.urls.append(url)
-        return i
+
+    def pop(self) -> None:
+        """Forget the last server, which was never in."""
+        with self.lock:
+            self.urls.pop()
+            self._slow.pop()
+            self._run(self._clients.pop().close())
+            for numbers in (self.out, self.external, self.drafts):
+                numbers.discard(len(self.urls))
 
     def probe(self, only: int | None = None) -> None:
         """Ask every server, or one, for each endpoint that the run needs, for our plugin and for logprobs. VimeError names what one lacks."""
