@@ -136,7 +136,7 @@ def test_replayed_logprobs_are_the_sampled_ones_and_others_are_not(moe: Stack) -
     cfg = moe.server.cfg
     with one_rank(cfg) as t:
         moe.fleet.publish(0, *t.publish(0), tol=1.0)  # the canary isn't replayed: a tie that flips is no fault
-        results = run(moe.worker(), group(6), group(4, LONG, at=1), version=0)
+        results = run(moe.worker(), group(6), group(6, LONG, at=1), version=0)
         samples = [s for _, done in results for s in done]
         assert all(s.routed == len(s.tokens) - 1 for s in samples)
         p = packed(samples)
@@ -281,7 +281,8 @@ def test_ranks_and_recomputation_change_nothing(folder: Path, tmp_path: Path, tw
         cfg = replaying(folder, tmp_path, **changes)
         cfg.parallel.fsdp = 2
         for got, steps in two_ranks(stepped, cfg, routed_batch(4)):
-            for k in ("train/loss", "train/grad_norm", "train/routing_flips", "train/logprob_abs_diff", "train/kl_loss"):
+            for k in ("train/loss", "train/grad_norm", "train/logprob_abs_diff", "train/kl_loss"):
                 assert math.isclose(got[k], m[k], rel_tol=1e-4, abs_tol=1e-6), (k, got[k], m[k])
+            assert abs(got["train/routing_flips"] - m["train/routing_flips"]) < 0.1, "a prompt may count once or more often"
             other = torch.cat([(steps[k] - moved[k]).abs().flatten() for k in moved]) > 1e-5
             assert other.float().mean() < 1e-3, "Adam's step is of size lr, 1e-4, whatever the gradient: where that is rounding it differs"
