@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -119,6 +120,7 @@ def main() -> None:
         if fleet:
             fleet.close()
         trainer.close()
+        shutil.rmtree(plain.folder, ignore_errors=True)
         engine.stop()
 
 
