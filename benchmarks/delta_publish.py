@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -66,7 +67,7 @@ def main() -> None:
     tree: dict[str, Any] = {
         "model": str(Path(a.model).resolve()), "run_dir": tmp.name, "data": {"prompts": "-"},
         "rollout": {"batch_size": a.prompts, "n_samples_per_prompt": a.samples, "max_response_len": RESPONSE, "max_context_len": 128},
-        "reward": {"function": "benchmarks.delta_publish:even"},
+        "reward": {"function": "delta_publish:even"},
         "train": {"lr": a.lr, "steps": a.steps, "dtype": "bfloat16"}, "weights": {"delta": True},
     }  # fmt: skip
     cfg = config.validate(tree, "benchmark")
@@ -119,6 +120,7 @@ def main() -> None:
         if fleet:
             fleet.close()
         trainer.close()
+        shutil.rmtree(plain.folder, ignore_errors=True)
         engine.stop()
 
 
