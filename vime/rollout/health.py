@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vime.errors import VimeError
 from vime.rollout import gauges
-from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, NEEDS, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
+from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
 from vime.weights import UNTOUCHED, Canary
 
@@ -87,11 +88,14 @@ class Fleet:
         for i in self.serving() if only is None else [only]:
             c = self._clients[i]
             try:
-                self._run(c.probe(NEEDS | {DRAFT_START} if i in self.drafts else NEEDS))
+                self._run(c.probe())
                 self._run(c.post(INIT, {"init_info": {}}))
                 self._run(c.prompt_logprobs([0, 0]))
             except VimeError as e:
                 raise VimeError(f"engine {i}: start-up probe: {e.what}", e.fix or "does it have vime's plugin?") from e
+            if i in self.drafts and DRAFT_START not in self._run(c.paths()):
+                self.drafts.discard(i)
+                print(f"engine {i} ({c.url}) has no {DRAFT_START}: its draft model keeps the weights it has", file=sys.stderr, flush=True)
 
     def bring_in(self, i: int) -> None:
         """Give server i, which is out, the current weights, prove that they took, and let it serve. Raises: VimeError as `publish`."""

@@ -186,10 +186,13 @@ class EngineClient:
         if not got.get("success"):
             raise EngineDown(f"POST {self.url}{RESET_PREFIX_CACHE}: the server could not reset its prefix cache")
 
+    async def paths(self) -> set[str]:
+        """The endpoints that this server has."""
+        return set((await self._json("GET", "/openapi.json")).get("paths", {}))
+
     async def probe(self, needs: set[str] = NEEDS) -> None:
         """Raises VimeError naming every endpoint of `needs` that this server lacks."""
-        have = (await self._json("GET", "/openapi.json")).get("paths", {})
-        if missing := sorted(needs - set(have)):
+        if missing := sorted(needs - await self.paths()):
             raise VimeError(f"{self.url} lacks {', '.join(missing)}", "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out")
 
 
