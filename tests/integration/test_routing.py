@@ -135,7 +135,8 @@ def test_replayed_logprobs_are_the_sampled_ones_and_others_are_not(moe: Stack) -
     """In the state the weights were published in, with noise on the trainer's routers, and after a step that the server took over."""
     cfg = moe.server.cfg
     with one_rank(cfg) as t:
-        moe.fleet.publish(0, *t.publish(0), tol=1.0)  # the canary isn't replayed: a tie that flips is no fault
+        new, canary = t.publish(0)
+        moe.fleet.publish(0, new.path, canary, tol=1.0)  # the canary isn't replayed: a tie that flips is no fault
         results = run(moe.worker(), group(6), group(6, LONG, at=1), version=0)
         samples = [s for _, done in results for s in done]
         assert all(s.routed == len(s.tokens) - 1 for s in samples)
@@ -159,8 +160,8 @@ def test_replayed_logprobs_are_the_sampled_ones_and_others_are_not(moe: Stack) -
             s.reward = float(s.index % 2)
         m = train_once(t, cfg, 1, batch)
         assert 0.05 < m["train/routing_flips"] < 0.95 and m["train/logprob_abs_diff"] < 1e-4 and m["train/grad_norm"] > 0
-        path, canary = t.publish(1)
-        through = asyncio.run(during(moe, lambda: moe.fleet.publish(1, path, canary, tol=1.0)))
+        new, canary = t.publish(1)
+        through = asyncio.run(during(moe, lambda: moe.fleet.publish(1, new.path, canary, tol=1.0)))
         assert any(set(c.versions) == {0, 1} for c in through), "no request ran through the update"
         assert all(c.routed_experts is not None and len(c.routed_experts) == len(PROMPT) + len(c.token_ids) - 1 for c in through)
         [(_, after)] = run(moe.worker(), group(6, at=2), version=1)
