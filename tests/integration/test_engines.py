@@ -66,7 +66,7 @@ def fleet(stack: Stack, tmp_path: Path) -> Iterator[Fleet]:
     """The session's server alone behind a router of the test's own; it counts as started elsewhere, which saves its restart."""
     router = Router(stack.server.cfg, [stack.server.url], str(tmp_path))
     router.start()
-    fleet = Fleet([stack.server.url], None, router)
+    fleet = Fleet([stack.server.url], None, router, external=[0])
     try:
         yield fleet
     finally:
