@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime.config import DataConfig
+from vime.data import images
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
 from vime.sample import Sample
 
+MARK, PART = "<image>", ("image", "image_url")
 SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
@@ -25,6 +27,7 @@ class Row(NamedTuple):
     tokens: array[int]
     label: Any
     metadata: dict[str, Any]
+    images: list[dict[str, str]]  # references, see images.py, in the order of their placeholders
 
 
 class Prompts:
@@ -41,7 +44,8 @@ class Prompts:
         self._order: tuple[int, list[int]] = (-1, [])
         digest = hashlib.sha256()
         for r in self.rows:
-            digest.update(json.dumps([r.tokens.tolist(), r.label], sort_keys=True, default=str).encode())
+            shown = [i["sha256"] for i in r.images]
+            digest.update(json.dumps([r.tokens.tolist(), r.label, *shown], sort_keys=True, default=str).encode())
         self._digest = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -93,10 +97,14 @@ class Prompts:
         return [
             Sample(
                 group_index=g, index=g * n + i, rollout_id=g * n + i, prompt=row.text, tokens=row.tokens.tolist(), label=row.label,
-                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}",
+                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}", multimodal_inputs=_inputs(row),
             )
             for i in range(n)
         ]  # fmt: skip
+
+
+def _inputs(row: Row) -> dict[str, Any] | None:
+    return {"images": [dict(i) for i in row.images], "token_ids": row.tokens.tolist()} if row.images else None
 
 
 def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int) -> list[Row]:
@@ -105,26 +113,29 @@ def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int
     file = Path(m["path"] if m else path)
     bounds = slice(*(int(x) if x else None for x in (m["start"], m["stop"]))) if m else slice(None)
     faults: list[str] = []
-    found: list[tuple[str, str, dict[str, Any]]] = []  # place, rendered prompt, record
+    found: list[tuple[str, str, dict[str, Any], list[dict[str, str]]]] = []  # place, rendered prompt, record, images
     for place, record in list(_records(file))[bounds]:
         try:
-            found.append((place, _render(data, record, tokenizer), record))
+            text, shown = _render(data, record, tokenizer, file.parent)
+            found.append((place, text, record, shown))
         except ValueError as e:
             faults.append(f"{place}: {e}")
     rows = []
     for start in range(0, len(found), 1024):
         part = found[start : start + 1024]
         # a rendered chat template holds its special tokens already
-        ids = tokenizer.encode([text for _, text, _ in part], special_tokens=not data.apply_chat_template)
-        for (place, text, record), tokens in zip(part, ids):
+        ids = tokenizer.encode([text for _, text, _, _ in part], special_tokens=not data.apply_chat_template)
+        for (place, text, record, shown), tokens in zip(part, ids):
+            if shown and (n := sum(t == tokenizer.image_token for t in tokens)) != len(shown):
+                faults.append(f"{place}: the chat template renders {n} image tokens (id {tokenizer.image_token}) for {len(shown)} images")
             if len(tokens) > max_prompt_len:
                 faults.append(f"{place}: prompt of {len(tokens)} tokens, longer than the {max_prompt_len} that the context leaves")
-            rows.append(Row(text, array("i", tokens), record.get(data.label_key), record.get(data.metadata_key) or {}))
+            rows.append(Row(text, array("i", tokens), record.get(data.label_key), record.get(data.metadata_key) or {}, shown))
     if faults:
         long = any(" tokens, longer than " in f for f in faults)
-        shown = "\n  ".join(faults[:10] + ([f"... and {len(faults) - 10} more"] if len(faults) > 10 else []))
+        listed = "\n  ".join(faults[:10] + ([f"... and {len(faults) - 10} more"] if len(faults) > 10 else []))
         fix = "correct or remove these rows" + (", raise rollout.max_context_len or lower rollout.max_response_len" if long else "")
-        raise VimeError(f"{file}: {len(faults)} bad row{'s' if len(faults) > 1 else ''}; {fix}\n  {shown}")
+        raise VimeError(f"{file}: {len(faults)} bad row{'s' if len(faults) > 1 else ''}; {fix}\n  {listed}")
     if not rows:
         raise VimeError(f"{path} holds no prompts", "check the file and the @[a:b] slice")
     return rows
@@ -155,8 +166,8 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{file}:{number}", ValueError(f"not JSON: {e}")
 
 
-def _render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
-    """The text to tokenize. Raises: ValueError that says what is wrong with the record."""
+def _render(data: DataConfig, record: Any, tokenizer: Tokenizer, folder: Path) -> tuple[str, list[dict[str, str]]]:
+    """The text to tokenize, and the images in it. Raises: ValueError that says what is wrong with the record."""
     if isinstance(record, ValueError):
         raise record
     if not isinstance(record, dict):
@@ -171,11 +182,51 @@ def _render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
     if not data.apply_chat_template:
         if chat:
             raise ValueError("a list of chat messages needs data.apply_chat_template = true")
-        return str(prompt)
+        if data.image_key and record.get(data.image_key):
+            raise ValueError("images need data.apply_chat_template = true")
+        return str(prompt), []
     messages = prompt if chat else [{"role": "user", "content": prompt}]
+    messages, shown = _images(data, messages, record, folder)
+    if shown and tokenizer.image_token is None:
+        raise ValueError(f"it has {len(shown)} images, and the model takes none: no image_token_id in its config.json")
     try:
-        return tokenizer.render(messages, data.chat_template)
+        return tokenizer.render(messages, data.chat_template), shown
     except ValueError:
         raise
     except Exception as e:  # templates raise what they like
         raise ValueError(f"the chat template fails: {type(e).__name__}: {e}") from e
+
+
+def _images(data: DataConfig, messages: list[dict[str, Any]], record: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """The messages with every image as {"type": "image"}, which is what chat templates know, and references to the images in order: those
+    of image parts, or those under data.image_key, each in place of an <image> of the text, or all before it where it has none."""
+    given = record.get(data.image_key) if data.image_key else None
+    waiting = list(given) if isinstance(given, list | tuple) else [given] if given else []
+    out, shown = [], []
+    at_front = waiting and not any(MARK in str(m.get("content")) for m in messages)
+    for m in messages:
+        content = m.get("content")
+        if isinstance(content, str) and waiting and m["role"] != "system":
+            pieces = [p for text in content.split(MARK) for p in ({"type": "image"}, {"type": "text", "text": text})][1:]
+            content = [{"type": "image"}] * len(waiting) * bool(at_front) + [p for p in pieces if p.get("text") != ""]
+            at_front = False
+        if not isinstance(content, list) or not any(isinstance(p, dict) and str(p.get("type")) in PART for p in content):
+            out.append(m)
+            continue
+        parts = []
+        for p in content:
+            kind = p.get("type") if isinstance(p, dict) else None
+            if kind == "text":
+                parts.append({"type": "text", "text": str(p.get("text", ""))})
+            elif kind in PART:
+                own = next((p[k] for k in ("image", "image_url", "url", "path") if p.get(k)), None)
+                if own is None and not waiting:
+                    raise ValueError("an image part without an image, and none is left under data.image_key")
+                shown.append(images.reference(waiting.pop(0) if own is None else own, folder))
+                parts.append({"type": "image"})
+            else:
+                raise ValueError(f"a content part must be of type text, image or image_url, this is {p!r:.60}")
+        out.append({**m, "content": parts})
+    if waiting:
+        raise ValueError(f"{len(waiting)} images under {data.image_key!r} (data.image_key) have no place: as many {MARK} as images, or none")
+    return out, shown

@@ -36,6 +36,9 @@ class Tokenizer:
             template = {t["name"]: t["template"] for t in template}.get("default")
         file = folder / "chat_template.jinja"
         self.chat_template: str | None = file.read_text() if file.exists() else template
+        file = folder / "config.json"
+        model = json.loads(file.read_text()) if file.exists() else {}
+        self.image_token: int | None = model.get("image_token_id", model.get("image_token_index"))  # stands for an image; None: takes none
 
     def encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; special_tokens: with what the tokenizer puts around a text (<bos>, ...)."""
