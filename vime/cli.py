@@ -53,6 +53,11 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("--seed", type=int, default=0)
     y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
 
+    about = "Make a char-level LLaVA of 0.4M random parameters, which takes images."
+    v = m.add_parser("tiny-vision", help="a char-level model that takes images", description=about)
+    v.add_argument("--out", required=True, help="folder to make")
+    v.add_argument("--seed", type=int, default=0)
+
     c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
     c.add_argument("config", nargs="?", help="TOML file to resolve; without it the reference of all keys is printed")
     c.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
         if args.what == "get":
             print(model.get(args.name, args.out))
+        elif args.what == "tiny-vision":
+            print(model.tiny_vision(args.out, seed=args.seed))
         else:
             print(model.tiny(args.out, seed=args.seed, sft_steps=args.sft_steps))
         return 0
