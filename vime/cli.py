@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("--seed", type=int, default=0)
     y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
 
-    about = "Make a char-level LLaVA of 0.4M random parameters, which takes images."
+    about = "Make a char-level Idefics3 of 0.4M random parameters, which takes images."
     v = m.add_parser("tiny-vision", help="a char-level model that takes images", description=about)
     v.add_argument("--out", required=True, help="folder to make")
     v.add_argument("--seed", type=int, default=0)

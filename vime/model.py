@@ -151,33 +151,33 @@ def tiny(out: str | os.PathLike[str], seed: int = 0, sft_steps: int = 500) -> Pa
 
 
 def tiny_vision(out: str | os.PathLike[str], seed: int = 0) -> Path:
-    """Save at `out` a LLaVA of 0.4M random parameters that reads characters and images, 16 tokens each (made 16 x 16 pixels).
+    """Save at `out` an Idefics3 of 0.4M random parameters that reads characters and images: made 16 x 16 pixels, 4 tokens each and 3 around them.
 
-    A string content is one user message; a list's parts are texts and images. The prompt ends with `>`. A folder made with another seed is an error.
+    A message's content is a text, or a list of texts and images. The prompt ends with `>`. A folder made with another seed is an error.
     """
     target, recipe = Path(out), {"model": "tiny-vision", "seed": seed}
     if _ready(target, recipe):
         return target
     import torch
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     _quiet()
-    text = LlamaConfig(
-        vocab_size=4 + len(CHARS), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=512, initializer_range=0.08, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
-    )  # fmt: skip
-    vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4, projection_dim=64
-    )
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=3 + len(CHARS), image_seq_length=16, dtype="float32")
+    more = [IMAGE, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    text = {
+        "model_type": "llama", "vocab_size": 3 + len(CHARS) + len(more), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.08,
+        "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD,
+    }  # fmt: skip
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    ids = {"image_token_id": 3 + len(CHARS), "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    config = Idefics3Config(vision_config=tower, text_config=text, scale_factor=2, tie_word_embeddings=False, dtype="float32", **ids)
+    pixels = {"do_image_splitting": False, "size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}}
     with _folder(target, recipe) as tmp, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        LlavaForConditionalGeneration(config).save_pretrained(tmp)
-        _char_tokenizer([IMAGE], PARTS).save_pretrained(tmp)
-        pixels = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-        (tmp / "preprocessor_config.json").write_text(json.dumps(pixels | {"image_processor_type": "CLIPImageProcessor"}))
-        processor = {"processor_class": "LlavaProcessor", "patch_size": 4, "num_additional_image_tokens": 1, "image_token": IMAGE}
-        (tmp / "processor_config.json").write_text(json.dumps(processor | {"vision_feature_select_strategy": "default"}))
+        Idefics3ForConditionalGeneration(config).save_pretrained(tmp)
+        _char_tokenizer(more, PARTS).save_pretrained(tmp)
+        (tmp / "preprocessor_config.json").write_text(json.dumps(pixels | {"image_processor_type": "Idefics3ImageProcessor"}))
+        (tmp / "processor_config.json").write_text(json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 4}))
     return target
 
 

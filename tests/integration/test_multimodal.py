@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from tests.e2e.harness import job
 from tests.integration.rollout_kit import run
 from tests.integration.trainer_kit import Ranks, make_cfg, one_rank, train_once, weights
 from tests.integration.vision_kit import draw, make_vlm
@@ -42,8 +45,7 @@ def groups_of(trainer: Trainer, pictures: list[Path], shown: list[list[int]], n:
     """A group of n samples per list of images: text, and each image as the run of placeholders that a server would make of it."""
     r, (vision,) = random.Random(0), trainer.vision.values()
     refs = [reference(str(p), Path()) for p in pictures]
-    vision.process([Sample(multimodal_inputs={"images": [i]}, tokens=[]) for i in []])
-    sizes = [vision.count(trainer.model, dict(vision.processor(images=[_open(p)], return_tensors="pt"))) for p in pictures]
+    sizes = [vision.count(trainer.model, dict(vision.processor(images=[Image.open(p)], return_tensors="pt"))) for p in pictures]
     out = []
     for g, images in enumerate(shown):
         prompt = [1, *(r.randrange(3, 40) for _ in range(3))]
@@ -58,12 +60,6 @@ def groups_of(trainer: Trainer, pictures: list[Path], shown: list[list[int]], n:
             group.append(s)
         out.append(group)
     return out
-
-
-def _open(path: Path) -> Any:
-    from PIL import Image
-
-    return Image.open(path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,11 +145,13 @@ class Live(NamedTuple):
     model: Path
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A real server of a tiny Idefics3, whose images are cut into more or fewer tiles."""
+@pytest.fixture(scope="module", params=["idefics3", *(f for f in FAMILIES if f != "idefics3")])
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A real server of a tiny model. That of Idefics3 cuts images into more or fewer tiles."""
+    if request.param != "idefics3" and not importlib.util.find_spec("torchvision"):
+        pytest.skip(f"vLLM's {request.param} needs torchvision, which is not installed")
     folder = tmp_path_factory.mktemp("live")
-    model = make_vlm(folder, "idefics3")
+    model = make_vlm(folder, request.param)
     engine = Engine(live_cfg(model, folder), 0, str(folder))
     try:
         url = engine.start()
@@ -171,22 +169,26 @@ def live_cfg(model: Path, folder: Path) -> Config:
     return make_cfg(model, folder, rollout=rollout, **changes)
 
 
+def rows_of(folder: Path, pictures: list[Path]) -> str:
+    """A prompt for each image, one with two, one without."""
+    shown = [{"type": "image", "image": str(p)} for p in pictures]
+    texts = [{"type": "text", "text": t} for t in ("what?", "and")]
+    rows: list[Any] = [[{"role": "user", "content": c}] for c in (*([i, texts[0]] for i in shown), [shown[1], texts[1], shown[2]])]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"prompt": r, "label": "a"}) for r in [*rows, "no image"]))
+    return str(folder / "data.jsonl")
+
+
 def test_logprobs_of_prompts_with_images_are_those_of_the_server(live: Live, tmp_path: Path, pictures: list[Path]) -> None:
     """Fresh weights, and updated ones: cached embeddings of images seen before must go with the old weights."""
     cfg = live_cfg(live.model, tmp_path)
-    rows: list[Any] = [{"prompt": [{"role": "user", "content": [{"type": "image", "image": str(p)}, {"type": "text", "text": "what?"}]}]} for p in pictures]
-    both = [{"type": "image_url", "image_url": {"url": str(p)}} for p in pictures[1:]]
-    rows.append({"prompt": [{"role": "user", "content": [both[0], {"type": "text", "text": "and"}, both[1]]}]})
-    rows.append({"prompt": "no image"})
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    prompts = Prompts(cfg.data, str(tmp_path / "data.jsonl"), load(str(live.model)), 4, 0, 100)
+    prompts = Prompts(cfg.data, rows_of(tmp_path, pictures), load(str(live.model)), 4, 0, 100)
     with one_rank(cfg) as trainer:
         for version in range(3):
             path, canary = trainer.publish(version)
             live.fleet.publish(version, path, canary, tol=1e-4)
             done = [samples for _, samples in run(RolloutWorker(cfg, live.url, 0), *prompts.next(5), version=version)]
-            shown = {len(s.images): s.prompt_length for g in done for s in g}
-            assert sorted(shown) == [0, 1, 2] and shown[2] > shown[1] > 4 * len(SIZES)
+            lengths = {(len(g[0].images), g[0].prompt_length) for g in done}
+            assert {n for n, _ in lengths} == {0, 1, 2} and len(lengths) >= 3
             for s in (s for g in done for s in g):
                 s.reward = float(s.index % 2)
             metrics = train_once(trainer, cfg, version + 1, done)
@@ -196,9 +198,7 @@ def test_logprobs_of_prompts_with_images_are_those_of_the_server(live: Live, tmp
 
 def test_an_interrupted_sample_goes_on_from_its_tokens_and_images(live: Live, tmp_path: Path, pictures: list[Path]) -> None:
     cfg = live_cfg(live.model, tmp_path)
-    content = [{"type": "image", "image": str(pictures[2])}, {"type": "text", "text": "what?"}]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": content}]}))
-    prompts = Prompts(cfg.data, str(tmp_path / "data.jsonl"), load(str(live.model)), 4, 0, 100)
+    prompts = Prompts(cfg.data, rows_of(tmp_path, pictures) + "@[2:3]", load(str(live.model)), 4, 0, 100)
     with one_rank(cfg) as trainer:
         path, canary = trainer.publish(50)
         live.fleet.publish(50, path, canary, tol=1e-4)
@@ -212,3 +212,15 @@ def test_an_interrupted_sample_goes_on_from_its_tokens_and_images(live: Live, tm
         for k, s in enumerate(done):
             s.reward = float(k % 2)
         assert train_once(trainer, cfg, 51, [done])["train/logprob_abs_diff"] < 1e-4
+
+
+def test_a_whole_run(live: Live, tmp_path: Path, pictures: list[Path]) -> None:
+    data = rows_of(tmp_path, pictures)
+    rollout = {"engines": [live.url], "max_context_len": 400, "batch_size": 4}
+    evals = {"interval": 2, "datasets": [{"name": "seen", "prompts": data}]}
+    with job(tmp_path, live.model, Path(data), rollout=rollout, train={"steps": 2}, eval=evals) as j:
+        assert j.run() == 0, j.printed[-3000:]
+        rows = [json.loads(x) for f in sorted((j.folder / "samples").glob("step_*.jsonl")) for x in f.read_text().splitlines()]
+        assert len(rows) == 64 and any(r.get("images") == [str(pictures[1]), str(pictures[2])] for r in rows)
+        assert max(m["train/logprob_abs_diff"] for m in j.metrics if "train/logprob_abs_diff" in m) < 1e-4
+        assert [m["step"] for m in j.metrics if "eval/seen/reward" in m] == [0, 2]

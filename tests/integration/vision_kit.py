@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
-from vime.model import CHARS, IMAGE, PARTS, _char_tokenizer, tiny_vision
+from vime.model import CHARS, IMAGE, PARTS, _char_tokenizer
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -26,8 +26,6 @@ QWEN = {
 
 def make_vlm(folder: Path, family: str, seed: int = 0) -> Path:
     """A random model of a family under `folder`: llava, idefics3, qwen2_vl, qwen2_5_vl or qwen3_vl."""
-    if family == "llava":
-        return tiny_vision(folder / "llava", seed)
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     out, base = folder / family, 3 + len(CHARS)
@@ -43,6 +41,17 @@ def make_vlm(folder: Path, family: str, seed: int = 0) -> Path:
         pixels = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "image_processor_type": "Idefics3ImageProcessor"}
         files = {"preprocessor_config.json": pixels, "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": 4}}
         template = PARTS
+    elif family == "llava":
+        special, template = [IMAGE], PARTS
+        tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+                 "image_size": 16, "patch_size": 4}  # fmt: skip
+        tree = {
+            "image_token_id": base, "image_seq_length": 16, "tie_word_embeddings": False, "vision_config": tower,
+            "text_config": TEXT | {"model_type": "llama", "vocab_size": base + 1},
+        }  # fmt: skip
+        pixels = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, "image_processor_type": "CLIPImageProcessor"}
+        shape = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+        files = {"preprocessor_config.json": pixels, "processor_config.json": {"processor_class": "LlavaProcessor"} | shape}
     else:
         special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
         ids = {f"{k}_token_id": base + i for i, k in enumerate(("vision_start", "vision_end", "image", "video"))}
