@@ -109,7 +109,7 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
                     module.set_force_sum_reduction_for_comms(True)
             return model
 
-    Sharded.__name__ = base.__name__
+    Sharded.__name__, Sharded.__module__ = base.__name__, base.__module__  # transformers converts the weights of its own classes only
     disable_progress_bar()
     try:
         attention = {"text_config": "vime_packed", "vision_config": "sdpa"} if sees else "vime_packed"
