@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from examples.vision.make_data import main
 from tests.integration.vision_kit import draw
 from vime.config import DataConfig
 from vime.data.images import content_part, read, reference
@@ -135,3 +136,10 @@ def test_an_image_that_changes_during_the_run_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "a.png").unlink()
     with pytest.raises(VimeError, match=r"a.png: No such file"):
         read(ref)
+
+
+def test_the_example(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    main(tmp_path)
+    prompts = Prompts(DataConfig(prompts="-"), f"{tmp_path}/eval.jsonl", tokenizer, 1, 0, 50)
+    assert len(prompts) == 64 and {s.label for (s,) in prompts.all(1)} == set("rgby")
+    assert all(s.prompt == "<bos><image>which colour?>" and len(s.images) == 1 for (s,) in prompts.all(1))
