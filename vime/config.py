@@ -49,6 +49,7 @@ class DataConfig(Section):
     input_key: str = Field("prompt", description="column of the prompt: a string or a list of chat messages")
     label_key: str = Field("label", description="column of the label given to the reward")
     metadata_key: str = Field("metadata", description="column of a dict kept on the sample")
+    image_key: str | None = Field(None, description="column of a row's image or list of images, see docs/multimodal.md; unset: image parts only")
     apply_chat_template: bool = Field(True, description="render with the tokenizer's chat template (a string becomes one user message)")
     chat_template: str | None = Field(None, description="a Jinja chat template that replaces the tokenizer's own")
     shuffle: bool = Field(True, description="a new permutation each epoch, drawn from (seed, epoch); false keeps file order")
@@ -230,6 +231,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; master weights and optimizer are always fp32")
     max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
     gradient_checkpointing: bool = False
+    freeze_vision: bool = Field(False, description="leave the vision tower of a vision-language model as it is")
     skip_zero_advantage: bool = Field(
         True, description="leave samples without a gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss stays exact"
     )

@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,12 @@ GGUF_NAMES = {
 CHARS = "abcdefghijklmnopqrstuvwxyz0123456789+-=>:?. "
 PAD, BOS, EOS = 0, 1, 2
 LETTERS, LENGTH = "abcdefghij", 4
+TEXTS = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+IMAGE = "<image>"
+PARTS = TEXTS.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}{% endif %}",
+)
 
 
 def get(name: str = "smollm2-135m", out: str | os.PathLike[str] | None = None) -> Path:
@@ -146,22 +152,55 @@ def tiny(out: str | os.PathLike[str], seed: int = 0, sft_steps: int = 500, moe: 
     return target
 
 
+def tiny_vision(out: str | os.PathLike[str], seed: int = 0) -> Path:
+    """Save at `out` an Idefics3 of 0.4M random parameters that reads characters and images: made 16 x 16 pixels, 4 tokens each and 3 around them.
+
+    A message's content is a text, or a list of texts and images. The prompt ends with `>`. A folder made with another seed is an error.
+    """
+    target, recipe = Path(out), {"model": "tiny-vision", "seed": seed}
+    if _ready(target, recipe):
+        return target
+    import torch
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    _quiet()
+    more = [IMAGE, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    text = {
+        "model_type": "llama", "vocab_size": 3 + len(CHARS) + len(more), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.08,
+        "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD,
+    }  # fmt: skip
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    ids = {"image_token_id": 3 + len(CHARS), "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    config = Idefics3Config(vision_config=tower, text_config=text, scale_factor=2, tie_word_embeddings=False, dtype="float32", **ids)
+    pixels = {"do_image_splitting": False, "size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}}
+    with _folder(target, recipe) as tmp, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Idefics3ForConditionalGeneration(config).save_pretrained(tmp)
+        _char_tokenizer(more, PARTS).save_pretrained(tmp)
+        (tmp / "preprocessor_config.json").write_text(json.dumps(pixels | {"image_processor_type": "Idefics3ImageProcessor"}))
+        (tmp / "processor_config.json").write_text(json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 4}))
+    return target
+
+
 def encode(text: str) -> list[int]:
     """Token ids of `text` under the tiny model's tokenizer, without <bos>; raises ValueError for a character outside its 44."""
     return [CHARS.index(c) + 3 for c in text]
 
 
-def _char_tokenizer() -> Any:
-    """One token per character; the chat template is <bos>, the messages' texts, `>`. A character it doesn't know becomes <pad>."""
+def _char_tokenizer(more: Sequence[str] = (), template: str = TEXTS) -> Any:
+    """One token per character, then `more` special ones; the chat template is <bos>, the messages' texts, `>`. A character it doesn't know
+    becomes <pad>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocab = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, **{c: i + 3 for i, c in enumerate(CHARS)}}
     t = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     t.pre_tokenizer, t.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, model_max_length=128, clean_up_tokenization_spaces=False, **special)
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    t.add_special_tokens(list(more))
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"} | ({"additional_special_tokens": list(more)} if more else {})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, model_max_length=512 if more else 128, clean_up_tokenization_spaces=False, **special)
+    tokenizer.chat_template = template
     return tokenizer
 
 

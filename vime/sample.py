@@ -62,6 +62,9 @@ class Sample:
     (weight version that sampled it, -1 for tokens no policy sampled) have length `response_length` each;
     `append_tokens` keeps them so. A rollout that yields several samples gives them one `rollout_id`; `index` may repeat among them.
 
+    `multimodal_inputs` of a prompt with images: "images", their references (vime/data/images.py), and "token_ids", the prompt with one
+    placeholder per image; in `tokens` the server has expanded these once it has sampled.
+
     Where sampling was truncated (top-p, top-k), response token i was drawn from the ids
     rollout_top_p_token_ids[offsets[i] : offsets[i + 1]], offsets being `rollout_top_p_token_offsets`, of length response_length + 1
     (int32 and int64 arrays; both empty where nothing was truncated).
@@ -87,6 +90,7 @@ class Sample:
     rollout_top_p_token_ids: array[int] = field(default_factory=lambda: array("i"))
     rollout_top_p_token_offsets: array[int] = field(default_factory=lambda: array("q"))
     rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
+    multimodal_inputs: dict[str, Any] | None = None
     status: State = State.PENDING
     remove_sample: bool = False
     session_id: str | None = None
@@ -100,6 +104,11 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
+
+    @property
+    def images(self) -> list[dict[str, str]]:
+        """References to the prompt's images."""
+        return (self.multimodal_inputs or {}).get("images", [])
 
     @property
     def uid(self) -> int:

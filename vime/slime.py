@@ -82,6 +82,8 @@ async def post(url: str, payload: dict[str, Any] | None, max_retries: int = 60, 
 
 
 async def _generate(now: Running, body: dict[str, Any], session: str) -> dict[str, Any]:
+    if body.get("image_data"):
+        raise VimeError("post to /generate takes no image_data", "generate from the sample with vime.slime.generate, which sends its images")
     args, text, at = now.args, tokenizer.load(now.args.model), link.get()
     ids = body.get("input_ids") or text.encode([body["text"]], special_tokens=False)[0]
     params = for_server(body.get("sampling_params") or {})

@@ -35,8 +35,9 @@ class RandomPolicy(EngineClient):
         self.words, self.random, self.sampled = words, random.Random(0), set[tuple[int, float]]()
 
     async def generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600
-    ) -> list[Choice]:
+        self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600,
+        content_parts: list[dict[str, str]] | None = None,
+    ) -> list[Choice]:  # fmt: skip
         out = []
         for _ in range(sampling_params.get("n", 1)):
             limit = sampling_params.get("max_tokens", 16)

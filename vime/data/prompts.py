@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime.config import DataConfig
+from vime.data import images
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError, nearest, said
 from vime.sample import Sample, plain
 
+MARK, PART = "<image>", ("image", "image_url")
 SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>(-?\d{1,18})?):(?P<stop>(-?\d{1,18})?)\]")
 
 
@@ -25,6 +27,7 @@ class Row(NamedTuple):
     tokens: array[int]
     label: Any
     metadata: dict[str, Any]
+    images: list[dict[str, str]]  # references, see images.py, in the order of their placeholders
 
 
 class Prompts:
@@ -41,7 +44,8 @@ class Prompts:
         self._order: tuple[int, list[int]] = (-1, [])
         digest = hashlib.sha256()
         for r in self.rows:
-            digest.update(json.dumps([r.tokens.tolist(), r.label], sort_keys=True, default=str).encode())
+            shown = [i["sha256"] for i in r.images]
+            digest.update(json.dumps([r.tokens.tolist(), r.label, *shown], sort_keys=True, default=str).encode())
         self._digest = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -97,10 +101,14 @@ class Prompts:
         return [
             Sample(
                 group_index=g, index=g * n + i, rollout_id=g * n + i, prompt=row.text, tokens=row.tokens.tolist(), label=row.label,
-                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}",
+                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}", multimodal_inputs=_inputs(row),
             )
             for i in range(n)
         ]  # fmt: skip
+
+
+def _inputs(row: Row) -> dict[str, Any] | None:
+    return {"images": [dict(i) for i in row.images], "token_ids": row.tokens.tolist()} if row.images else None
 
 
 def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int) -> list[Row]:
@@ -113,12 +121,12 @@ def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int
     except (OSError, ValueError) as e:
         raise VimeError(f"{file}: it cannot be read: {said(e)}") from e
     bad: list[tuple[str, str]] = []  # place, fault
-    found: list[tuple[str, str, Any, Any]] = []  # place, rendered prompt, label, metadata
+    found: list[tuple[str, str, Any, Any, list[dict[str, str]]]] = []  # place, rendered prompt, label, metadata, images
     for place, record in records:
         try:
-            text = _render(data, record, tokenizer)
+            text, shown = _render(data, record, tokenizer, file.parent)
             label, metadata = plain(record.get(data.label_key), data.label_key), plain(record.get(data.metadata_key) or {}, data.metadata_key)
-            found.append((place, text, label, metadata))
+            found.append((place, text, label, metadata, shown))
         except ValueError as e:
             bad.append((place, str(e)))
     rows = []
@@ -126,20 +134,22 @@ def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int
         part = found[start : start + 1024]
         # a rendered chat template holds its special tokens already
         ids = tokenizer.encode([text for _, text, *_ in part], special_tokens=not data.apply_chat_template)
-        for (place, text, label, metadata), tokens in zip(part, ids):
+        for (place, text, label, metadata, shown), tokens in zip(part, ids):
             if not tokens:
                 bad.append((place, "the prompt is rendered to nothing" if data.apply_chat_template else "the prompt has no tokens"))
+            if shown and (n := sum(t == tokenizer.image_token for t in tokens)) != len(shown):
+                bad.append((place, f"the chat template renders {n} image tokens (id {tokenizer.image_token}) for {len(shown)} images"))
             if len(tokens) > max_prompt_len:
                 bad.append((place, f"prompt of {len(tokens)} tokens, longer than the {max_prompt_len} that the context leaves"))
-            rows.append(Row(text, array("i", tokens), label, metadata))
+            rows.append(Row(text, array("i", tokens), label, metadata, shown))
     faults = [f"{place}: {text}" for place, text in bad]
     if len(bad) == len(records) > 1 and len({text for _, text in bad}) == 1:  # such as a broken template: nothing of the rows' own
         faults = [f"every row: {bad[0][1]}"]
     if faults:
         long = any(" tokens, longer than " in f for f in faults)
-        shown = "\n  ".join(faults[:10] + ([f"... and {len(faults) - 10} more"] if len(faults) > 10 else []))
+        listed = "\n  ".join(faults[:10] + ([f"... and {len(faults) - 10} more"] if len(faults) > 10 else []))
         fix = "correct or remove these rows" + (", raise rollout.max_context_len or lower rollout.max_response_len" if long else "")
-        raise VimeError(f"{file}: {len(bad)} bad row{'s' if len(bad) > 1 else ''}; {fix}\n  {shown}")
+        raise VimeError(f"{file}: {len(bad)} bad row{'s' if len(bad) > 1 else ''}; {fix}\n  {listed}")
     if not rows:
         raise VimeError(f"{path} holds no prompts", "check the file and the @[a:b] slice")
     return rows
@@ -161,7 +171,7 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
         if data.input_key not in table.column_names:
             raise VimeError(f"{file}: no column {data.input_key!r} (data.input_key)", nearest(data.input_key, table.column_names))
         columns = {}
-        for key in {data.input_key, data.label_key, data.metadata_key} & set(table.column_names):
+        for key in {data.input_key, data.label_key, data.metadata_key, data.image_key or data.input_key} & set(table.column_names):
             try:
                 columns[key] = table.column(key).to_pylist()
             except (pyarrow.ArrowException, ValueError, KeyError) as e:
@@ -179,8 +189,8 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
                     yield f"{file}:{number}", ValueError(f"not JSON: {e}")
 
 
-def _render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
-    """The text to tokenize. Raises: ValueError that says what is wrong with the record."""
+def _render(data: DataConfig, record: Any, tokenizer: Tokenizer, folder: Path) -> tuple[str, list[dict[str, str]]]:
+    """The text to tokenize, and the images in it. Raises: ValueError that says what is wrong with the record."""
     if isinstance(record, ValueError):
         raise record
     if not isinstance(record, dict):
@@ -195,13 +205,18 @@ def _render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
     if not data.apply_chat_template:
         if chat:
             raise ValueError("a list of chat messages needs data.apply_chat_template = true")
-        return _text(str(prompt))
+        if data.image_key and record.get(data.image_key):
+            raise ValueError("images need data.apply_chat_template = true")
+        return _text(str(prompt)), []
     messages = prompt if chat else [{"role": "user", "content": prompt}]
     for i, m in enumerate(messages):
         if not isinstance(m.get("content"), str | list) and not (m.get("tool_calls") and m.get("content") is None):
             raise ValueError(f"message {i} of {data.input_key!r}, of role {m['role']!r}: its content is {m.get('content')!r:.40}, not a text")
+    messages, shown = _images(data, messages, record, folder)
+    if shown and tokenizer.image_token is None:
+        raise ValueError(f"it has {len(shown)} images, and the model takes none: no image_token_id in its config.json")
     try:
-        return _text(tokenizer.render(messages, data.chat_template))
+        return _text(tokenizer.render(messages, data.chat_template)), shown
     except ValueError:
         raise
     except Exception as e:  # templates raise what they like
@@ -213,3 +228,38 @@ def _text(text: str) -> str:
     if half := re.search("[\ud800-\udfff]", text):
         raise ValueError(f"the prompt holds {half[0]!r}, half of a surrogate pair, at position {half.start()}: not a Unicode character")
     return text
+
+
+def _images(data: DataConfig, messages: list[dict[str, Any]], record: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """The messages with every image as {"type": "image"}, which is what chat templates know, and references to the images in order: those
+    of image parts, or those under data.image_key, each in place of an <image> of the text, or all before it where it has none."""
+    given = record.get(data.image_key) if data.image_key else None
+    waiting = list(given) if isinstance(given, list | tuple) else [given] if given else []
+    out, shown = [], []
+    at_front = waiting and not any(MARK in str(m.get("content")) for m in messages)
+    for m in messages:
+        content = m.get("content")
+        if isinstance(content, str) and waiting and m["role"] != "system":
+            pieces = [p for text in content.split(MARK) for p in ({"type": "image"}, {"type": "text", "text": text})][1:]
+            content = [{"type": "image"}] * len(waiting) * bool(at_front) + [p for p in pieces if p.get("text") != ""]
+            at_front = False
+        if not isinstance(content, list) or not any(isinstance(p, dict) and str(p.get("type")) in PART for p in content):
+            out.append(m)
+            continue
+        parts = []
+        for p in content:
+            kind = p.get("type") if isinstance(p, dict) else None
+            if kind == "text":
+                parts.append({"type": "text", "text": str(p.get("text", ""))})
+            elif kind in PART:
+                own = next((p[k] for k in ("image", "image_url", "url", "path") if p.get(k)), None)
+                if own is None and not waiting:
+                    raise ValueError("an image part without an image, and none is left under data.image_key")
+                shown.append(images.reference(waiting.pop(0) if own is None else own, folder))
+                parts.append({"type": "image"})
+            else:
+                raise ValueError(f"a content part must be of type text, image or image_url, this is {p!r:.60}")
+        out.append({**m, "content": parts})
+    if waiting:
+        raise ValueError(f"{len(waiting)} images under {data.image_key!r} (data.image_key) have no place: as many {MARK} as images, or none")
+    return out, shown

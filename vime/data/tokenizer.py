@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ class Tokenizer:
         self._rust.no_padding()
         self.special: dict[str, str] = {k: v for k, v in named.items() if isinstance(v, str)}
         self.chat_template: str | None = template
+        model: Any = {}
+        with suppress(OSError, ValueError, RecursionError):  # model.faults names what is wrong with it
+            model = json.loads((folder / "config.json").read_text("utf-8"))
+        image = model.get("image_token_id", model.get("image_token_index")) if isinstance(model, dict) else None
+        self.image_token: int | None = image  # stands for an image; None: the model takes none
 
     def encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; special_tokens: with what the tokenizer puts around a text (<bos>, ...)."""

@@ -203,7 +203,7 @@ def dump_samples(path: str, *groups: list[Sample]) -> None:
             "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
             "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
             "loss_mask": s.loss_mask,
-        }
+        } | ({"images": [i["image"][:200] for i in s.images]} if s.images else {})
         for group in groups for s in group
     )  # fmt: skip
     target = Path(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from vime.config import Config
-from vime.data import tokenizer
+from vime.data import images, tokenizer
 from vime.errors import VimeError
 from vime.hooks import Args
 from vime.rollout.http import EngineClient
@@ -107,9 +107,9 @@ async def generate_group(samples: list[Sample], cfg: Config | Args, params: dict
     A sample that the server aborts keeps the tokens it got and has status ABORTED: generate it again to continue it, token-exact.
     Raises: VimeError, EngineDown as EngineClient.generate; samples may then be half done.
     """
-    sharing: dict[tuple[int, ...], list[Sample]] = {}
+    sharing: dict[Any, list[Sample]] = {}
     for s in samples:
-        sharing.setdefault(tuple(s.tokens), []).append(s)
+        sharing.setdefault((tuple(s.tokens), *(i["sha256"] for i in s.images)), []).append(s)
     # vLLM refuses n > 1 for greedy sampling
     batches = list(sharing.values()) if params["temperature"] > 0 else [[s] for s in samples]
     await all_of(*(_request(batch, cfg, params) for batch in batches))
@@ -149,13 +149,19 @@ async def _request(samples: list[Sample], cfg: Config | Args, params: dict[str, 
             return
         replay = cfg.rollout.routing_replay
         routed = min(s.routed for s in samples)  # what is known need not be sent again
+        given: dict[str, Any] = {}
+        if first.images:  # the server puts each image in place of its one placeholder, and says what the prompt became
+            given["content_parts"] = await asyncio.to_thread(lambda: [images.content_part(i) for i in first.images])
         choices = await at.client.generate(
-            first.tokens,
+            _placeholders(first) + first.tokens[first.prompt_length :] if first.images else first.tokens,
             params | {"n": len(samples), "max_tokens": room} | ({"routed_experts_prompt_start": routed} if replay else {}),
             session_id=first.session_id or f"group-{first.group_index}",
             timeout=cfg.rollout.request_timeout,
+            **given,
         )
     for s, c in zip(samples, choices):
+        if c.prompt_ids is not None:
+            _expand(s, c.prompt_ids)
         if cfg.rollout.truncated and c.sampling_mask is None and c.token_ids:
             what = f"{at.client.url}: no sampling_mask came back, which training with rollout.top_p or top_k needs"
             raise VimeError(what, "start the server with --return-sampling-mask --logprobs-mode processed_logprobs")
@@ -167,3 +173,20 @@ async def _request(samples: list[Sample], cfg: Config | Args, params: dict[str, 
         s.append_tokens(c.token_ids, c.log_probs, **known)
         s.response = tokenizer.load(cfg.model).decode(s.tokens[s.prompt_length :])
         s.status = FINISHED.get(c.finish_reason, Status.FAILED)
+
+
+def _placeholders(sample: Sample) -> list[int]:
+    """The prompt with one placeholder per image; VimeError where a plug-in has changed the prompt or left it out."""
+    ids = (sample.multimodal_inputs or {}).get("token_ids")
+    if not ids:
+        raise VimeError(f"sample {sample.index} has images, and no prompt with their placeholders (multimodal_inputs['token_ids'])")
+    return list(ids)
+
+
+def _expand(sample: Sample, prompt: list[int]) -> None:
+    """Record the prompt as the server expanded it; the second time it must be the same."""
+    response = sample.tokens[sample.prompt_length :]
+    whole = prompt if not response else prompt[: -len(response)]
+    if prompt[len(whole) :] != response or (response and whole != sample.tokens[: sample.prompt_length]):
+        raise VimeError(f"sample {sample.index}: the server expanded its images to another prompt than before, or changed its response")
+    sample.tokens = whole + response

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -47,6 +47,7 @@ class Choice:
     stop_reason: int | str | None
     sampling_mask: list[list[int]] | None = None  # the ids each token was drawn from, of servers with --return-sampling-mask
     routed_experts: np.ndarray | None = None  # (tokens, layers, top_k) of servers with --enable-return-routed-experts, see docs/moe.md
+    prompt_ids: list[int] | None = None  # the prompt with its images' placeholders expanded; None: it had none
 
 
 def version_of(text: str | None) -> int:
@@ -101,15 +102,17 @@ class EngineClient:
             self._session = None
 
     async def generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600
-    ) -> list[Choice]:
+        self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600,
+        content_parts: list[dict[str, str]] | None = None,
+    ) -> list[Choice]:  # fmt: skip
         """Sample `n` continuations (sampling_params["n"], 1 if unset) of the prompt `token_ids`, with the logprob of each token.
-        `session_id` keeps requests that share a prefix on one server."""
+        `session_id` keeps requests that share a prefix on one server; `content_parts` are the images of the placeholders in `token_ids`."""
         for name in sampling_params:
             if name not in SAMPLING:
                 raise VimeError(f"unknown sampling parameter {name!r}", nearest(name, SAMPLING))
         params = {"logprobs": 0, "detokenize": bool(sampling_params.get("stop"))} | sampling_params
-        body = {"token_ids": token_ids, "sampling_params": params}
+        body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": params}
+        body |= {"content_parts": content_parts, "return_token_ids": True} if content_parts else {}
         try:
             got = await self._json("POST", GENERATE, body, session=session_id or "", timeout=timeout)
         except EngineDown as e:
@@ -117,6 +120,10 @@ class EngineClient:
                 raise
             raise EngineDown(f"{e.what}: {await self._behind()}") from e
         choices = [self._choice(c) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
+        if content_parts:
+            if not (expanded := got.get("prompt_token_ids")):
+                raise VimeError(f"POST {self.url}{GENERATE}: no prompt_token_ids came back for a prompt with images")
+            choices = [replace(c, prompt_ids=expanded) for c in choices]
         if len(choices) != sampling_params.get("n", 1):
             raise EngineDown(f"POST {self.url}{GENERATE}: {len(choices)} choices came back for n = {sampling_params.get('n', 1)}")
         return choices

@@ -27,6 +27,7 @@ from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, 
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
 from vime.trainer.routing import Replay
+from vime.trainer.vision import Vision
 from vime.weights import Canary, Published, location
 from vime.weights.publish import Publisher, canary_tokens
 
@@ -90,14 +91,17 @@ class Trainer:
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
-        self.model = load_model(Path(folder) / "hf" if folder else self.source, train.dtype, self.device, train.gradient_checkpointing)
+        start = Path(folder) / "hf" if folder else self.source
+        self.model = load_model(start, train.dtype, self.device, train.gradient_checkpointing, train.freeze_vision)
         self.heads = {self.model: Head(self.model, cfg.model)}
         if cfg.algo.kl_loss_coef > 0:
             path = cfg.algo.ref_model or cfg.model
             self.reference = load_model(path, train.dtype, self.device).requires_grad_(False)
             self.heads[self.reference] = Head(self.reference, path)
         self.replays = {m: Replay(m) for m in self.heads} if cfg.rollout.routing_replay else {}
-        params = list(self.model.parameters())
+        options = cfg.vllm.get("mm_processor_kwargs") or {}
+        self.vision = {m: Vision(m, start, options) for m in self.heads if hasattr(m.config, "vision_config")}
+        params = [p for p in self.model.parameters() if p.requires_grad]
         decayed: dict[str, Any] = {"params": [p for p in params if p.ndim > 1]}
         plain: dict[str, Any] = {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}  # norms and biases
         betas = (train.adam_beta1, train.adam_beta2)
@@ -122,13 +126,17 @@ class Trainer:
                 raise ValueError("with rollout.top_p or top_k every sample needs its sampling_mask (see Sample.append_tokens)")
             for replay in self.replays.values():
                 replay.check([b for mini in steps for b in mini])
-            trained = (s for mini in steps for b in mini for s in b.samples)
+            trained = [s for mini in steps for b in mini for s in b.samples]
+            if not self.vision and any(s.images for s in trained):
+                raise ValueError(f"samples with images for {self.cfg.model}, which is a text model")
+            for vision in self.vision.values():
+                vision.process(trained)
             stale = np.array([step - 1 - v for s in trained for v, m in zip(s.token_versions, s.loss_mask) if m])
             if stale.max(initial=0) > (bound := self.cfg.train.max_staleness):
                 raise ValueError(f"a token's weights are {stale.max()} versions old, train.max_staleness is {bound}")
             if stale.min(initial=0) < 0:
                 raise ValueError(f"a token's weights are version {step - 1 - stale.min()}, not published yet: does another run use these servers?")
-        except (KeyError, ValueError) as e:
+        except (KeyError, ValueError, VimeError) as e:
             what = f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)
             error = VimeError(f"step {step}, trainer rank {self.rank}: {what}")
         agree(error)  # peers must not enter the first collective without this rank
@@ -209,11 +217,14 @@ class Trainer:
     ) -> torch.Tensor:
         """Run the model on a micro-batch; `job(hidden (M, D), head weight (V, D))` replaces the vocabulary projection. `rows` are
         the positions it wants in place of the trained tokens'."""
-        self.heads[model].job = job
         if model in self.replays:
             self.replays[model].rows = batch.routing
-        args = {"input_ids": batch.ids, "position_ids": batch.positions, "logits_to_keep": batch.rows if rows is None else rows}
-        return model(**args, use_cache=False, packing=batch).logits
+        args: dict[str, Any] = {"input_ids": batch.ids, "position_ids": batch.positions}
+        if vision := self.vision.get(model):
+            args = vision.arguments(batch)
+        unseen = vision is not None and self.world > 1 and torch.is_grad_enabled() and not batch.sees
+        self.heads[model].job = (lambda h, w: job(h, w) + vision.untouched()) if vision and unseen else job
+        return model(**args, logits_to_keep=batch.rows if rows is None else rows, use_cache=False, packing=batch).logits
 
     @torch.no_grad()
     def log_probs(self, model: PreTrainedModel, batch: Pack, temperature: float | None = None) -> torch.Tensor:
@@ -285,7 +296,7 @@ class Trainer:
 
     def update(self, step: int) -> float:
         """Clip the gradient and step the optimizer. Returns the norm before clipping; VimeError, and no step, where it isn't finite."""
-        params = list(self.model.parameters())
+        params = [p for p in self.model.parameters() if p.requires_grad]
         for p in params:
             if p.grad is None:  # nothing to train on any rank: AdamW's moments still decay, as with any zero gradient
                 p.grad = torch.zeros_like(p)
@@ -305,7 +316,7 @@ class Trainer:
     def publish(self, version: int) -> tuple[Published | None, Canary]:
         """Write weights `version` for the servers. Returns the files, on rank 0, and the canary that proves that the servers took them."""
         published = self.publisher.publish(self.model, version)
-        tokens = canary_tokens(self.model.config.get_text_config().vocab_size)
+        tokens = canary_tokens(self.model.config.get_text_config().vocab_size, getattr(self.model.config, "image_token_id", None))
         n = len(tokens) - 1
         probe = Sample(tokens=tokens, response_length=n, loss_mask=[1] * n, rollout_log_probs=[0.0] * n)
         batch = pack([Item(0, 0, 0.0, 0.0)], {0: probe}).to(self.device)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from vime.errors import VimeError
+from vime.trainer import vision
 from vime.trainer.packing import Pack
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # a rank that hangs fails the others after this long
@@ -62,21 +63,25 @@ def packed_attention(
 ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
 
 
-def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing: bool = False) -> PreTrainedModel:
-    """A causal LM with float32 weights, sharded over all ranks (FSDP2), computing in `dtype`; each rank reads only its shard.
+def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing: bool = False, freeze_vision: bool = False) -> PreTrainedModel:
+    """A causal LM, which may take images, with float32 weights, sharded over all ranks (FSDP2), computing in `dtype`; each rank reads only its shard.
 
     Gradients are summed, never averaged, over ranks: loss weights are already global.
     Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
     """
     try:
         config = AutoConfig.from_pretrained(path)
-        base: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        sees = hasattr(config, "vision_config")
+        base: Any = (AutoModelForImageTextToText if sees else AutoModelForCausalLM)._model_mapping[type(config)]
     except (OSError, ValueError, KeyError) as e:
         said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
         raise VimeError(f"model {path}: {said}", "it must hold a causal LM that transformers knows") from e
+    if sees:
+        vision.check(config, path)
+    text = config.get_text_config()
     for name in HEAD_FACTORS:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise VimeError(f"model {path}: {name} = {getattr(config, name)} is not supported yet")
+        if getattr(text, name, None) not in (None, 1, 1.0):
+            raise VimeError(f"model {path}: {name} = {getattr(text, name)} is not supported yet")
     world, half = dist.get_world_size(), dtype == "bfloat16"
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     dense = init_device_mesh(device.type, (1, world, 1), mesh_dim_names=("pp", "fsdp", "tp"))
@@ -95,7 +100,7 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
             model._is_distributed_loading_by_transformers = True
             model.tie_weights()  # before FSDP sees the model: it must treat tied layers' weight as one
             if world > 1 or half:
-                for layer in model.base_model.layers:
+                for layer in model.get_decoder().layers:
                     fully_shard(layer, mesh=dense["fsdp"], mp_policy=policy)
                 fully_shard(model, mesh=dense["fsdp"], mp_policy=policy, reshard_after_forward=False)
             for module in model.modules():
@@ -104,17 +109,20 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
                     module.set_force_sum_reduction_for_comms(True)
             return model
 
-    Sharded.__name__ = base.__name__
+    Sharded.__name__, Sharded.__module__ = base.__name__, base.__module__  # transformers converts the weights of its own classes only
     disable_progress_bar()
     try:
+        attention = {"text_config": "vime_packed", "vision_config": "sdpa"} if sees else "vime_packed"
         model = Sharded.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="vime_packed", distributed_config=DistributedConfig(fsdp_size=world)
+            path, dtype=torch.float32, attn_implementation=attention, distributed_config=DistributedConfig(fsdp_size=world)
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # logprobs must be those that the servers compute
+    if sees and freeze_vision:
+        vision.freeze(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()

@@ -25,6 +25,8 @@ def tree(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, 
     tied = set(model.all_tied_weights_keys or {})
     moments: dict[str, Any] = {}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         if not optimizer.state[p]:
             optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         moments |= {f"{name}.{k}": v for k, v in optimizer.state[p].items()}

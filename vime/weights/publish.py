@@ -103,6 +103,6 @@ def on_disk(files: list[Path]) -> int:
     return sum(f.stat().st_size for f in files)
 
 
-def canary_tokens(vocab_size: int) -> list[int]:
-    """A fixed prompt spread over the vocabulary: unlikely tokens, whose logprobs move with any change of the weights."""
-    return [(7919 * i + 11) % vocab_size for i in range(CANARY_LENGTH)]
+def canary_tokens(vocab_size: int, but: int | None = None) -> list[int]:
+    """A fixed prompt spread over the vocabulary: unlikely tokens, whose logprobs move with any change of the weights. `but`: not this one."""
+    return [t if t != but else 1 for t in ((7919 * i + 11) % vocab_size for i in range(CANARY_LENGTH))]
