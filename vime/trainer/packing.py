@@ -48,11 +48,6 @@ class Pack:
     old: torch.Tensor | None = None  # (M,) logprobs before the update; None: this forward's own
     ref: torch.Tensor | None = None  # (M,) logprobs of the reference
 
-    @property
-    def sees(self) -> bool:
-        """Whether it has images."""
-        return any(s.images for s in self.samples)
-
     def to(self, device: torch.device) -> Pack:
         def move(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
