@@ -31,7 +31,7 @@ from vime.trainer.batch import Item
 from vime.trainer.engine import Trainer
 from vime.trainer.packing import pack
 
-FAMILIES = ["llava", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+FAMILIES = ["idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 SIZES = [(40, 30), (64, 64), (100, 31)]
 
 
@@ -94,27 +94,27 @@ def test_a_packed_forward_gives_the_models_own_logprobs(tmp_path: Path, pictures
 
 
 def test_tokens_that_do_not_fit_the_images_are_refused(tmp_path: Path, pictures: list[Path]) -> None:
-    cfg = make_cfg(make_vlm(tmp_path, "llava"), tmp_path)
+    cfg = make_cfg(make_vlm(tmp_path, "idefics3"), tmp_path)
     with one_rank(cfg) as trainer:
         groups = groups_of(trainer, pictures, [[0], [1, 2]])
         for s in groups[1]:
             del s.tokens[5]
-        with pytest.raises(VimeError, match=r"sample 3 has 31 image tokens in its prompt, its 2 images make 32"):
+        with pytest.raises(VimeError, match=r"sample 3 has 31 image tokens in its prompt, its 2 images make 32: do server and trainer"):
             train_once(trainer, cfg, 1, groups)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_vision_tower_learns_unless_it_is_frozen(tmp_path: Path, pictures: list[Path], frozen: bool) -> None:
-    cfg = make_cfg(make_vlm(tmp_path, "llava"), tmp_path, train={"freeze_vision": frozen})
+    cfg = make_cfg(make_vlm(tmp_path, "idefics3"), tmp_path, train={"freeze_vision": frozen})
     with one_rank(cfg) as trainer:
         before = weights(trainer)
         train_once(trainer, cfg, 1, groups_of(trainer, pictures, [[0], [1, 2]]))
         changed = {k for k, v in weights(trainer).items() if not torch.equal(v, before[k])}
-        assert any("multi_modal_projector" in k for k in changed) and any("language_model" in k for k in changed)
-        assert any("vision_tower" in k for k in changed) != frozen
+        assert any("connector" in k for k in changed) and any("text_model" in k for k in changed)
+        assert any("vision_model" in k for k in changed) != frozen
         (tmp_path / "saved").mkdir()
         trainer.save(str(tmp_path / "saved"))
-    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "saved" / "hf").config.model_type == "llava"
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "saved" / "hf").config.model_type == "idefics3"
     with one_rank(cfg, tmp_path / "saved") as trainer:
         train_once(trainer, cfg, 2, groups_of(trainer, pictures, [[0], [1, 2]]))
 
@@ -127,7 +127,7 @@ def _train(trainer: Trainer, cfg: Config, pictures: list[Path], checkpoint: str 
 
 def test_two_ranks_train_as_one_where_only_one_has_images(tmp_path: Path, pictures: list[Path], two_ranks: Ranks) -> None:
     """Micro-batches without images take part in the reductions of the vision tower's gradients."""
-    model = make_vlm(tmp_path, "llava")
+    model = make_vlm(tmp_path, "idefics3")
     changes = {"train": {"max_tokens_per_gpu": 30}, "rollout": {"n_samples_per_prompt": 3}}
     one = make_cfg(model, tmp_path / "one", **changes)
     with one_rank(one) as trainer:
@@ -145,7 +145,7 @@ class Live(NamedTuple):
     model: Path
 
 
-@pytest.fixture(scope="module", params=["idefics3", *(f for f in FAMILIES if f != "idefics3")])
+@pytest.fixture(scope="module", params=FAMILIES)
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A real server of a tiny model. That of Idefics3 cuts images into more or fewer tiles."""
     if request.param != "idefics3" and not importlib.util.find_spec("torchvision"):

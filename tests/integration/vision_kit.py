@@ -25,7 +25,7 @@ QWEN = {
 
 
 def make_vlm(folder: Path, family: str, seed: int = 0) -> Path:
-    """A random model of a family under `folder`: llava, idefics3, qwen2_vl, qwen2_5_vl or qwen3_vl."""
+    """A random model of a family under `folder`: idefics3, qwen2_vl, qwen2_5_vl or qwen3_vl."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     out, base = folder / family, 3 + len(CHARS)
@@ -41,26 +41,18 @@ def make_vlm(folder: Path, family: str, seed: int = 0) -> Path:
         pixels = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}, "image_processor_type": "Idefics3ImageProcessor"}
         files = {"preprocessor_config.json": pixels, "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": 4}}
         template = PARTS
-    elif family == "llava":
-        special, template = [IMAGE], PARTS
-        tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-                 "image_size": 16, "patch_size": 4}  # fmt: skip
-        tree = {
-            "image_token_id": base, "image_seq_length": 16, "tie_word_embeddings": False, "vision_config": tower,
-            "text_config": TEXT | {"model_type": "llama", "vocab_size": base + 1},
-        }  # fmt: skip
-        pixels = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, "image_processor_type": "CLIPImageProcessor"}
-        shape = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-        files = {"preprocessor_config.json": pixels, "processor_config.json": {"processor_class": "LlavaProcessor"} | shape}
     else:
         special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
         ids = {f"{k}_token_id": base + i for i, k in enumerate(("vision_start", "vision_end", "image", "video"))}
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+        rope |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
         text = TEXT | {"vocab_size": base + 4, "rope_parameters": rope}
         tree = ids | {"text_config": text, "vision_config": QWEN[family], "tie_word_embeddings": False}
         patch = QWEN[family].get("patch_size", 14)
         limits = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 16 * (2 * patch) ** 2}
-        pixels = {"size": limits, "patch_size": patch, "image_processor_type": "Qwen2VLImageProcessor"}
+        # as in real checkpoints: vLLM, which normalizes on the device, reads mean and std here and takes no defaults
+        norm = {"do_rescale": True, "do_normalize": True, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+        pixels = {"size": limits, "patch_size": patch, "image_processor_type": "Qwen2VLImageProcessor"} | norm
         kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
         files = {"preprocessor_config.json": pixels | {"processor_class": f"{kind}Processor"}}
         template = PARTS.replace(IMAGE, "<|vision_start|><|image_pad|><|vision_end|>")

@@ -222,8 +222,8 @@ class Trainer:
         args: dict[str, Any] = {"input_ids": batch.ids, "position_ids": batch.positions}
         if vision := self.vision.get(model):
             args = vision.arguments(batch)
-        unseen = vision is not None and self.world > 1 and torch.is_grad_enabled() and not batch.sees
-        self.heads[model].job = (lambda h, w: job(h, w) + vision.untouched()) if vision and unseen else job
+        shared = self.world > 1 and torch.is_grad_enabled()
+        self.heads[model].job = (lambda h, w: job(h, w) + vision.untouched()) if vision and shared else job
         return model(**args, logits_to_keep=batch.rows if rows is None else rows, use_cache=False, packing=batch).logits
 
     @torch.no_grad()

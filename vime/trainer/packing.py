@@ -50,11 +50,6 @@ class Pack:
     ref: torch.Tensor | None = None  # (M,) logprobs of the reference
     routing: torch.Tensor | None = None  # (T, layers, top_k) int16: each token's experts, -1 where nothing needs them to be known
 
-    @property
-    def sees(self) -> bool:
-        """Whether it has images."""
-        return any(s.images for s in self.samples)
-
     def to(self, device: torch.device) -> Pack:
         def move(x: Any) -> Any:
             if isinstance(x, torch.Tensor):

@@ -21,12 +21,6 @@ def merged_grid(model: PreTrainedModel, features: dict[str, torch.Tensor]) -> in
     return int(features["image_grid_thw"].prod()) // model.config.vision_config.spatial_merge_size**2
 
 
-def clip_patches(model: PreTrainedModel, features: dict[str, torch.Tensor]) -> int:
-    """Tokens of a LLaVA image: one a patch, and one more where the class token is kept."""
-    patch, (height, width) = model.config.vision_config.patch_size, features["pixel_values"].shape[-2:]
-    return (height // patch) * (width // patch) + (model.config.vision_feature_select_strategy == "full")
-
-
 def tiles(model: PreTrainedModel, features: dict[str, torch.Tensor]) -> int:
     """Tokens of an Idefics3 image: as many for each of its tiles."""
     c = model.config
@@ -39,17 +33,14 @@ FAMILIES: dict[str, tuple[Callable[[PreTrainedModel, dict[str, torch.Tensor]], i
     "qwen2_vl": (merged_grid, 0),
     "qwen2_5_vl": (merged_grid, 0),
     "qwen3_vl": (merged_grid, 0),
-    "llava": (clip_patches, 0),
     "idefics3": (tiles, 1),
 }
 
 
 def check(config: Any, path: str | Path) -> None:
     """Raises VimeError unless vime can train models of this configuration on images."""
-    vision = getattr(config.vision_config, "model_type", "")
-    if config.model_type not in FAMILIES or (config.model_type == "llava" and "clip" not in vision):
-        known = "qwen2_vl, qwen2_5_vl, qwen3_vl, llava with a CLIP tower, idefics3"
-        raise VimeError(f"model {path}: {config.model_type} with a {vision} tower is not supported with images", f"supported: {known}")
+    if config.model_type not in FAMILIES:
+        raise VimeError(f"model {path}: models of type {config.model_type} are not supported", f"with images: {', '.join(FAMILIES)}")
 
 
 class Vision:
@@ -122,8 +113,8 @@ class Vision:
         return self.model.base_model.get_rope_index(input_ids=ids, mm_token_type_ids=kind, image_grid_thw=grids)[0]
 
     def untouched(self) -> torch.Tensor | float:
-        """0, with a zero gradient for every weight that only images run through: with it, a rank whose micro-batch shows none takes part
-        in the same reductions as the others. Call it inside the forward, where sharded weights are whole."""
+        """0, with a zero gradient for every weight that only images run through: with it all ranks reduce the same gradients, whether their
+        micro-batches have images or not. Call it inside the forward, where sharded weights are whole."""
         weights = [p for m in self.seeing for p in m.parameters(recurse=False) if p.requires_grad]
         return sum(p.flatten()[:1].sum() for p in weights) * 0.0 if weights else 0.0
 
