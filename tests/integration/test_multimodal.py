@@ -184,8 +184,8 @@ def test_logprobs_of_prompts_with_images_are_those_of_the_server(live: Live, tmp
     prompts = Prompts(cfg.data, rows_of(tmp_path, pictures), load(str(live.model)), 4, 0, 100)
     with one_rank(cfg) as trainer:
         for version in range(3):
-            path, canary = trainer.publish(version)
-            live.fleet.publish(version, path, canary, tol=1e-4)
+            new, canary = trainer.publish(version)
+            live.fleet.publish(version, new.path, canary, tol=1e-4)
             done = [samples for _, samples in run(RolloutWorker(cfg, live.url, 0), *prompts.next(5), version=version)]
             lengths = {(len(g[0].images), g[0].prompt_length) for g in done}
             assert {n for n, _ in lengths} == {0, 1, 2} and len(lengths) >= 3
@@ -200,8 +200,8 @@ def test_an_interrupted_sample_goes_on_from_its_tokens_and_images(live: Live, tm
     cfg = live_cfg(live.model, tmp_path)
     prompts = Prompts(cfg.data, rows_of(tmp_path, pictures) + "@[2:3]", load(str(live.model)), 4, 0, 100)
     with one_rank(cfg) as trainer:
-        path, canary = trainer.publish(50)
-        live.fleet.publish(50, path, canary, tol=1e-4)
+        new, canary = trainer.publish(50)
+        live.fleet.publish(50, new.path, canary, tol=1e-4)
         ((_, half),) = run(RolloutWorker(cfg, live.url, 0), *prompts.next(1), version=50)
         begun = [list(s.tokens) for s in half]
         for s in half:
