@@ -133,18 +133,17 @@ def draw(path: Path, curves: dict[str, tuple[Any, Any, Verdict]], names: tuple[s
     figure = Figure(figsize=(6 * len(curves), 6.5), dpi=110, layout="constrained")
     grid = figure.subplots(2, len(curves), squeeze=False, sharex=True, height_ratios=[3, 2])
     for (metric, (a, b, v)), (top, low) in zip(curves.items(), grid.T):
-        for values, name, color in zip((a, b), names, ("tab:blue", "tab:orange")):
+        for values, name in zip((a, b), names):
             mean, sd, x = values.mean(0), values.std(0, ddof=min(1, v.seeds - 1)), range(1, values.shape[1] + 1)
-            top.plot(x, mean, color=color, label=name)
-            top.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
+            (line,) = top.plot(x, mean, label=name)
+            top.fill_between(x, mean - sd, mean + sd, color=line.get_color(), alpha=0.2, lw=0)
         top.set_title(f"{metric}: {'equivalent' if v.equivalent else 'not shown to be equivalent'}, p = {max(v.p):.2g}", fontsize=10)
         top.legend(title=f"mean of {v.seeds} seed(s), band: +- sd", fontsize=8, title_fontsize=8)
-        low.axhspan(-v.margin, v.margin, color="tab:green", alpha=0.12, label=f"margin {v.margin:g}")
-        for (first, last), d, half, p in zip(v.windows, v.difference, v.half_width, v.p):
-            middle, color = (first + last) / 2, "black" if p < v.alpha else "tab:red"
-            low.errorbar(middle, d, half, (last - first) / 2, "o", color=color, capsize=3)
-            low.annotate(f"p = {p:.2g}", (middle, d + half), (0, 4), textcoords="offset points", ha="center", fontsize=8)
-        low.set(xlabel="step", ylabel=f"a - b, {1 - 2 * v.alpha:.0%} interval")
+        low.axhspan(-v.margin, v.margin, color="tab:green", alpha=0.15)
+        middle, reach = [(f + t) / 2 for f, t in v.windows], [(t - f) / 2 for f, t in v.windows]
+        low.errorbar(middle, v.difference, v.half_width, reach, "o", color="black", capsize=3)
+        for at, d, half, p in zip(middle, v.difference, v.half_width, v.p):
+            low.annotate(f"p = {p:.2g}", (at, d + half), (0, 4), textcoords="offset points", ha="center", fontsize=8)
+        low.set(xlabel="step", ylabel=f"a - b, {1 - 2 * v.alpha:.0%} interval\n(green: margin {v.margin:g})")
         low.margins(y=0.2)
-        low.legend(fontsize=8)
     figure.savefig(path)
