@@ -28,6 +28,8 @@ console = Console(stderr=True, highlight=False)
 
 def command(args: Namespace) -> int:
     """Run what is not there yet, judge, draw. Returns 0: equivalent, 1: not shown to be. Raises: VimeError where it cannot be judged."""
+    for option in METRICS.values():  # faults of margins, alpha and window show before any run, not after all of them
+        tost([[0]], [[0]], getattr(args, option), args.alpha, args.window)
     if args.config and not (args.runs_a or args.runs_b):
         first = config.load(args.config, args.overrides)
         out = Path(args.out or f"{first.run_dir}/{first.name}-parity")
@@ -38,7 +40,8 @@ def command(args: Namespace) -> int:
         raise VimeError("nothing to judge", "give a run file with --a and --b, or finished runs with --runs-a and --runs-b, not both")
     seeds, values = curves(a, b)
     verdicts = {m: tost(values[m][0], values[m][1], getattr(args, option), args.alpha, args.window) for m, option in METRICS.items()}
-    picture, names = out / "parity.png", (f"a: {' '.join(args.a) or a[0].name}", f"b: {' '.join(args.b) or b[0].name}")
+    picture = out / "parity.png"
+    names = (f"a: {' '.join(args.a or args.runs_a[:1]) or 'as is'}", f"b: {' '.join(args.b or args.runs_b[:1]) or 'as is'}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         draw(picture, {m: (*values[m], v) for m, v in verdicts.items()}, names)

@@ -137,6 +137,7 @@ def test_the_command_on_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixt
         ([a[0], "--runs-b", finished(tmp_path / "short", 0, [0.1] * 7)], "all must have the same steps"),
         ([a[0], "--runs-b", finished(tmp_path / "gap", 0, [0.1] * 7 + [None])], "first .*gap/metrics.jsonl, step 8: rollout/raw_reward"),
         ([*a, "--runs-b", *b, "--a", "seed=1"], "nothing to judge"),
+        ([*a, "--runs-b", "nowhere", "--margin-reward", "0"], "margin = 0"),  # seen before anything is read or run
     ):
         assert cli.main(["parity", "--runs-a", *words, "--out", str(tmp_path / "out")]) == 2
         assert re.search(fault, capsys.readouterr().err)
