@@ -59,6 +59,7 @@ def test_what_holds_of_any_curves(n: int, steps: int, window: int, seed: int) ->
     assert [s for first, last in v.windows for s in range(first, last + 1)] == list(range(1, steps + 1))
     assert all(last - first + 1 >= min(window, steps) for first, last in v.windows)
     assert v.equivalent == all(abs(d) + h < MARGIN for d, h in zip(v.difference, v.half_width))
+    assert len(tost(a, b, MARGIN).windows) <= 4  # by default
     assert tost(b[::-1], a[::-1], MARGIN, ALPHA, window).p == pytest.approx(v.p)
     assert tost(a, a, MARGIN, ALPHA, window).equivalent and not tost(a, a + 2 * MARGIN, MARGIN, ALPHA, window).equivalent
     assert v.equivalent or v.needed is None or v.needed > n

@@ -58,7 +58,8 @@ class Verdict:
 
     def __str__(self) -> str:
         w = max(range(len(self.p)), key=lambda w: (self.p[w], abs(self.difference[w])))
-        seen = f"a - b = {self.difference[w]:.3g} +- {self.half_width[w]:.2g} in steps {self.windows[w][0]} to {self.windows[w][1]}"
+        wide = f" +- {self.half_width[w]:.2g}" if self.seeds > 1 else ""
+        seen = f"a - b = {self.difference[w]:.3g}{wide} in steps {self.windows[w][0]} to {self.windows[w][1]}"
         if self.equivalent:
             return f"equivalent within {self.margin:g}: p = {self.p[w]:.2g}, at worst {seen}"
         enough = f"about {self.needed} would be needed" if self.needed else f"{MOST} would not do, the difference is near the margin or beyond it"
@@ -78,7 +79,7 @@ def tost(a: Any, b: Any, margin: float, alpha: float = 0.05, window: int | None 
     if not (0 < margin < math.inf and 0 < alpha < 0.5 and (window is None or window > 0)):
         raise VimeError(f"margin = {margin}, alpha = {alpha}, window = {window}", "a positive margin, alpha between 0 and 0.5, whole steps")
     n, steps = a.shape
-    cuts = np.array_split(np.arange(steps), max(1, steps // (window or max(1, steps // 4))))
+    cuts = np.array_split(np.arange(steps), max(1, steps // (window or math.ceil(steps / 4))))
     each = np.stack([(a - b)[:, c].mean(1) for c in cuts])  # [windows, seeds]
     means, spreads = each.mean(1).tolist(), (each.std(1, ddof=1) if n > 1 else np.zeros(len(cuts))).tolist()
 
