@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   vime train run.toml --resume                     continue from the newest checkpoint
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
+  vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same
   vime doctor                                      what this machine can run, and what is missing
 """
 
@@ -82,6 +83,26 @@ def parser() -> argparse.ArgumentParser:
     o.add_argument("--seconds", type=float, default=20, help="how long requests are sent (20)")
     o.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
+    v = sub.add_parser(
+        "parity", help="whether two variants of a run learn the same", formatter_class=raw,
+        description="Run two variants of a run over the same seeds, or take finished runs, and judge by an equivalence test (TOST) whether\n"
+        "rollout/raw_reward and train/logprob_abs_diff are the same to within a margin. Finished runs are not repeated: docs/parity.md.\n"
+        "Exit code 0: equivalent, 1: not shown to be, 2: it could not be run or judged.",
+    )  # fmt: skip
+    v.add_argument("config", nargs="?", help="TOML file of the run")
+    v.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="overrides of both variants")
+    v.add_argument("--a", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of variant a (none: as the file has it)")
+    v.add_argument("--b", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of variant b")
+    v.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
+    v.add_argument("--runs-a", nargs="+", default=[], metavar="DIR", help="judge finished runs: the folders of variant a")
+    v.add_argument("--runs-b", nargs="+", default=[], metavar="DIR", help="the folders of variant b, of the same seeds")
+    v.add_argument("--margin-reward", type=float, default=0.05, metavar="X", help="reward: the largest difference that does not matter (0.05)")
+    v.add_argument("--margin-logprob", type=float, default=0.01, metavar="X", help="the same of logprob_abs_diff (0.01)")
+    v.add_argument("--alpha", type=float, default=0.05, metavar="X", help="chance to call variants equivalent that differ by a margin (0.05)")
+    v.add_argument("--window", type=int, metavar="N", help="steps that are averaged, at least (a quarter of the run)")
+    v.add_argument("--out", metavar="DIR", help="where runs and picture go (<run_dir>/<name>-parity; runs/parity with --runs-a)")
+    v.add_argument("--json", action="store_true", help="print JSON in place of text")
+
     c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
     c.add_argument("config", nargs="?", help="TOML file to resolve; without it the reference of all keys is printed")
     c.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
@@ -111,6 +132,10 @@ def run(args: argparse.Namespace) -> int:
         from vime import bench
 
         return bench.rollout(args.targets, args.seconds, args.json)
+    if args.command == "parity":
+        from vime import parity
+
+        return parity.command(args)
     if args.command == "config":
         sys.stdout.write(config.dump(config.load(args.config, args.overrides)) if args.config else config.reference())
         return 0
@@ -138,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args)
     except VimeError as e:
         print(f"vime: error: {e}", file=sys.stderr)
-        return 1
+        return 2 if args.command == "parity" else 1
     except KeyboardInterrupt:
         print("vime: stopped; everything that was started has been ended", file=sys.stderr)
         return 130
