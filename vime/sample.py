@@ -96,6 +96,7 @@ class Sample:
     train_metadata: dict[str, Any] | None = None
     non_generation_time: float = 0.0  # seconds in tools and environments
     part: int = 0  # position among the samples of one rollout; the worker counts
+    greedy: bool = False  # remax: the most likely response, only its reward matters
 
     @property
     def prompt_length(self) -> int:
@@ -300,6 +301,7 @@ class SampleMeta:
     status: Status
     removed: bool
     versions: tuple[int, ...]
+    greedy: bool = False
 
 
 def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
@@ -308,4 +310,5 @@ def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
     rollout = s.index if s.rollout_id is None else s.rollout_id
     trained = 0 if s.remove_sample else sum(s.loss_mask)
     lengths = (s.prompt_length, s.response_length, trained)
-    return SampleMeta(s.uid, s.group_index, rollout, *lengths, s.reward_value(reward_key), s.status, s.remove_sample, tuple(s.weight_versions))
+    reward, versions = s.reward_value(reward_key), tuple(s.weight_versions)
+    return SampleMeta(s.uid, s.group_index, rollout, *lengths, reward, s.status, s.remove_sample, versions, s.greedy)

@@ -52,7 +52,7 @@ def test_missing_keys(tmp_path: Path) -> None:
     [
         (["train.global_batch_size=7"], "does not divide rollout.batch_size x n_samples_per_prompt = 64"),
         (["parallel.fsdp=3"], "parallel.fsdp 3 does not divide"),
-        (["rollout.n_samples_per_prompt=1"], "GRPO needs"),
+        (["rollout.n_samples_per_prompt=1"], "grpo needs"),
         (["rollout.max_response_len=9", "rollout.max_context_len=9"], "leaves no room for a prompt"),
         (["train.max_staleness=1"], 'max_staleness 1 trains on samples of older weights: set algo.correction = "tis"'),
         (["algo.correction=tis", "algo.custom_tis=m:f"], "custom_tis takes the place of correction = 'tis'"),
