@@ -7,6 +7,7 @@ import io
 import math
 from array import array
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import accumulate, chain
@@ -260,6 +261,13 @@ class Sample:
 
     def get_reward_value(self, args: Any) -> float:
         return self.reward_value(args.reward_key)
+
+    def greedy_twin(self) -> Sample:
+        """A sample of the same prompt that is generated greedily, scored, and not trained."""
+        keep = ("group_index", "prompt", "label", "metadata", "session_id", "generate_function_path", "custom_rm_path")
+        at, tokens = -1 - self.index, self.tokens[: self.prompt_length]
+        same = {name: deepcopy(getattr(self, name)) for name in keep}
+        return Sample(index=at, rollout_id=at, tokens=tokens, remove_sample=True, greedy=True, **same)
 
     def to_dict(self) -> dict[str, Any]:
         """Of plain JSON types; the experts are base64 text."""
