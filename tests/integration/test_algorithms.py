@@ -18,7 +18,7 @@ FAMILIES = {
     "reinforce++": ({"advantage_estimator": "reinforce_plus_plus", "gamma": 0.97, "kl_coef": 0.1, "kl_loss_type": "k1"}, SEVERAL),
     "reinforce++baseline": ({"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, "correction": "tis"}, {}),
     "whitened gspo of tokens": ({"policy_loss": "gspo", "kl_coef": 0.2, "normalize_advantages": True}, SEVERAL),
-    "rejection": ({"rejection": "seq_mean_k1", "rejection_high": 2.0, "kl_loss_coef": 0.1, "correction": "icepop"}, SEVERAL),
+    "rejection": ({"rejection": "seq_mean_k1", "rejection_high": 3.0, "kl_loss_coef": 0.1, "correction": "icepop"}, SEVERAL),
 }
 
 
