@@ -94,16 +94,17 @@ def estimate(metas: Sequence[SampleMeta], cfg: Config) -> tuple[list[SampleMeta]
 
     Raises: VimeError where remax has no greedy sample for a group.
     """
-    algo, own = cfg.algo, [m for m in metas if not m.greedy]
-    rollouts, groups, rewards = [m.rollout_id for m in own], [m.group_index for m in own], np.array([m.reward for m in own])
-    greedy = {m.group_index: m.reward for m in metas if m.greedy}
+    algo, scores = cfg.algo, np.array([m.reward for m in metas])
     if buffer := cfg.reward.overlong_buffer_len:
-        limit, longest = cfg.rollout.max_response_len, {m.rollout_id: 0 for m in metas}
+        longest: dict[int, int] = {}
         for m in metas:
-            longest[m.rollout_id] = max(longest[m.rollout_id], m.response_length)
-        penalty = dict(zip(longest, overlong_penalty(list(longest.values()), limit, buffer, cfg.reward.overlong_penalty_factor)))
-        rewards = rewards + np.array([penalty[r] for r in rollouts])
-        greedy = {m.group_index: m.reward + penalty[m.rollout_id] for m in metas if m.greedy}
+            longest[m.rollout_id] = max(longest.get(m.rollout_id, 0), m.response_length)
+        lengths = [longest[m.rollout_id] for m in metas]
+        scores = scores + overlong_penalty(lengths, cfg.rollout.max_response_len, buffer, cfg.reward.overlong_penalty_factor)
+    greedy = {m.group_index: r for m, r in zip(metas, scores) if m.greedy}
+    rewards = scores[[not m.greedy for m in metas]]
+    own = [m for m in metas if not m.greedy]
+    rollouts, groups = [m.rollout_id for m in own], [m.group_index for m in own]
     if algo.advantage_estimator == "reinforce_plus_plus":
         found = rewards
     elif algo.advantage_estimator == "remax":
