@@ -32,7 +32,7 @@ def algo(cfg: Config) -> list[str]:
         faults.append("algo.rejection_low and rejection_high are the bounds of algo.rejection, which is unset")
     elif a.rejection and a.rejection_low is not None and not a.rejection.endswith("k1"):
         faults.append(f"algo.rejection_low bounds ratios, and {a.rejection} is a divergence, of which less is better: leave it out")
-    elif a.rejection and a.rejection_high is not None and a.rejection_bounds[0] > a.rejection_high:
+    elif a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None and a.rejection_bounds[0] > a.rejection_high:
         faults.append(f"algo.rejection_low {a.rejection_bounds[0]:g} is above rejection_high {a.rejection_high:g}: every sample would be dropped")
     if reward.post_process and (kind in ("rloo", "opo", "remax") or reward.overlong_buffer_len or a.overlong_filter):
         what = f"advantage_estimator = {kind!r}, overlong_filter and reward.overlong_buffer_len"

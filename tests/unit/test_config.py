@@ -87,6 +87,13 @@ def test_settings_that_do_not_fit_together(tmp_path: Path, overrides: list[str],
         config.load(write(tmp_path, "seed = 1"), overrides)
 
 
+def test_rejection_bounds() -> None:
+    """Ratios are bounded on both sides, divergences from above, however small the bound."""
+    k1 = config.validate(BASE | {"algo": {"rejection": "seq_mean_k1", "rejection_high": 2.0}}, "t").algo
+    assert k1.rejection_bounds == (0.5, 2.0)
+    assert config.validate(BASE | {"algo": {"rejection": "seq_mean_k3", "rejection_high": 0.01}}, "t").algo.rejection_bounds[1] == 0.01
+
+
 @pytest.mark.parametrize(
     ("text", "keys", "value"),
     [
