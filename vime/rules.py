@@ -42,6 +42,8 @@ def algo(cfg: Config) -> list[str]:
     if reward.overlong_buffer_len > r.max_response_len:
         what = f"reward.overlong_buffer_len {reward.overlong_buffer_len} is longer than rollout.max_response_len {r.max_response_len}"
         faults.append(f"{what}: every response would be punished")
+    if reward.overlong_penalty_factor != 1 and not reward.overlong_buffer_len:
+        faults.append("reward.overlong_penalty_factor has no meaning without reward.overlong_buffer_len: no response is overlong")
     own = a.correction != "none" or a.custom_tis or a.use_opsm or a.rejection or a.policy_loss != "ppo" or loss.custom_reducer
     if loss.custom and own:
         what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"

@@ -73,6 +73,7 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["algo.rejection=seq_sum_k1", "algo.rejection_high=0.5"], "rejection_low 2 is above rejection_high 0.5"),
         (["reward.post_process=m:f", "algo.overlong_filter=true"], "reward.post_process turns rewards into numbers itself"),
         (["algo.advantage_estimator=remax", "rollout.function=m:f"], "nothing samples the greedy ones"),
+        (["reward.overlong_penalty_factor=2"], "has no meaning without reward.overlong_buffer_len"),
         (["reward.overlong_buffer_len=300"], "overlong_buffer_len 300 is longer than rollout.max_response_len 256"),
         (["eval.datasets=[{name='a/b', prompts='p'}]"], "eval.datasets.0.name"),
         (["reward.function=regex"], "needs reward.pattern"),

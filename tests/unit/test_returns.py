@@ -17,6 +17,8 @@ from vime.trainer.loss import kl
 from vime.trainer.packing import pack
 from vime.trainer.returns import per_token
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
@@ -81,7 +83,7 @@ def test_tokens_get_what_a_loop_gives_however_they_are_batched(seed, n, r, cuts,
     known, order = made(seed, n), list(range(n))
     r.shuffle(order)
     batches = packed(known, order, cuts)
-    metrics = per_token(algo, batches, [b.old for b in batches])
+    metrics = per_token(algo, batches, [b.old for b in batches], CPU)
     want = expected(algo, known)
     for b in batches:
         assert b.advantages.dtype == torch.float32
@@ -93,13 +95,13 @@ def test_tokens_get_what_a_loop_gives_however_they_are_batched(seed, n, r, cuts,
 
 
 def test_nothing_to_train_on_this_rank():
-    assert per_token(ALGOS[0], [pack([], {})], [torch.zeros(0)]) == {} == per_token(ALGOS[0], [], [])
+    assert per_token(ALGOS[0], [pack([], {})], [torch.zeros(0)], CPU) == {} == per_token(ALGOS[0], [], [], CPU)
 
 
 def test_without_kl_and_discount_tokens_share_their_samples_number():
     known = made(3, 4)
     batches = packed(known, [0, 1, 2, 3], [2])
     before = [b.advantages.clone() for b in batches]
-    per_token(AlgoConfig(advantage_estimator="reinforce_plus_plus", normalize_advantages=False), batches, [b.old for b in batches])
+    per_token(AlgoConfig(advantage_estimator="reinforce_plus_plus", normalize_advantages=False), batches, [b.old for b in batches], CPU)
     for b, a in zip(batches, before):
         torch.testing.assert_close(b.advantages, a)

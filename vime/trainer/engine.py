@@ -150,7 +150,8 @@ class Trainer:
             agree(error)
         shaped = {}
         if algo.per_token:
-            shaped = per_token(algo, batches, [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches])
+            policy = [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches]
+            shaped = per_token(algo, batches, policy, self.device)
         rate = learning_rate(step, self.cfg.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -12,7 +12,7 @@ from vime.trainer.loss import kl
 from vime.trainer.packing import Pack
 
 
-def per_token(algo: AlgoConfig, batches: list[Pack], policy: list[torch.Tensor]) -> dict[str, float]:
+def per_token(algo: AlgoConfig, batches: list[Pack], policy: list[torch.Tensor], device: torch.device) -> dict[str, float]:
     """Turn the advantages of this rank's micro-batches, one number a sample, into one a token; `policy` (M,) are the logprobs before the update
     that the KL is of. A collective; the result does not depend on how samples are dealt to ranks and micro-batches.
 
@@ -38,7 +38,6 @@ def per_token(algo: AlgoConfig, batches: list[Pack], policy: list[torch.Tensor])
                 start += len(at)
         found.append(np.concatenate([np.zeros(0), *parts]))
         sums += len(cost), found[-1].sum(), (found[-1] ** 2).sum(), cost.sum()
-    device = batches[0].advantages.device if batches else None
     total = torch.from_numpy(sums).to(device)
     dist.all_reduce(total)
     count, mean, squares, costs = total.tolist()
