@@ -6,28 +6,15 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _of_any_key(cls, value: Any, info: ValidationInfo) -> Any:
-        """An override without a value (rollout.custom_generate=) takes away what the file says, of keys that may be unset."""
-        if type(value) is int and abs(value) >= 2**63:
-            raise ValueError("a number of more than 64 bits")
-        may_be = NoneType in get_args(cls.model_fields[info.field_name or ""].annotation)
-        return None if value == "" and may_be else value
+from vime.sections import EngineTable, EvalConfig, LogConfig, RayConfig, RewardConfig, Section
 
 
 def _server_fault(url: str) -> str:
@@ -129,42 +116,27 @@ class RolloutConfig(Section):
         return self
 
 
-class EngineTable(Section):
-    """A group of vLLM servers that differs from others. The tables take the place of `rollout.num_engines`: docs/engines.md."""
-
-    count: int = Field(1, ge=1, description="servers of this kind")
-    vllm: dict[str, Any] = Field({}, description="vLLM server arguments of this group, laid over [vllm]; the k-th server takes port + k")
-    env: dict[str, str] = Field({}, description="environment variables of these servers, as CUDA_VISIBLE_DEVICES")
-
-
-class RewardConfig(Section):
-    """Reward: a built-in name (math, exact, regex) or a dotted path (args, sample) -> float | dict, sync or async."""
-
-    function: str = Field("math", description="math | exact | regex | package.module:function")
-    pattern: str | None = Field(None, description="for regex: the answer is the last match's first group (or the whole match)")
-    key: str | None = Field(None, description="which entry of a dict reward is trained on")
-    group: bool = Field(False, description="the function gets a group's list of samples at once and returns a list of rewards")
-    post_process: str | None = Field(None, description="plug-in: a step's rewards -> (raw rewards, advantages), in place of the estimator")
-    on_error: Literal["raise", "skip"] = Field("raise", description="skip: drop and count a group with a failing reward, take another")
-    timeout: float = Field(60, gt=0, description="seconds a reward call may take")
-
-    @model_validator(mode="after")
-    def _pattern(self) -> RewardConfig:
-        if self.function == "regex" and not self.pattern:
-            raise ValueError('function = "regex" needs reward.pattern')
-        return self
-
-
 class AlgoConfig(Section):
     """Advantage and policy loss (names of slime)."""
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    normalize_std: bool = Field(True, description="divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
+    advantage_estimator: Literal["grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
+        "grpo", description="what a reward is compared with; remax samples one more response of each prompt, greedily: docs/algorithms.md"
+    )
+    policy_loss: Literal["ppo", "gspo", "cispo", "gpg"] = Field(
+        "ppo", description="ppo: ratios per token; gspo: per sample; cispo: clipped ratios as weights; gpg: no ratio"
+    )
+    normalize_std: bool = Field(True, description="of grpo: divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
+    normalize_advantages: bool | None = Field(
+        None, description="whiten over all trained tokens of the step; unset: for reinforce_plus_plus and its baseline form"
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="of reinforce_plus_plus: discount per token")
+    kl_coef: float = Field(0.0, ge=0, description="KL to the reference (of kl_loss_type) taken from each token's reward")
+    overlong_filter: bool = Field(False, description="samples cut off at their length limit stay in the baseline, but are not trained")
     eps_clip: float = Field(0.2, ge=0, description="PPO clip, lower side")
     eps_clip_high: float | None = Field(None, ge=0, description="upper side; unset: the same as eps_clip")
     eps_clip_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; unset: off")
     kl_loss_coef: float = Field(0.0, ge=0, description="KL to the reference in the loss; 0 loads no reference")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k3"
     entropy_coef: float = Field(0.0, description="entropy bonus")
     ref_model: str | None = Field(None, description="reference model folder; unset: model")
     correction: Literal["none", "tis", "icepop", "rollout_logprobs"] = Field(
@@ -178,6 +150,11 @@ class AlgoConfig(Section):
     )
     use_opsm: bool = Field(False, description="off-policy sequence masking: drop samples with a negative advantage that have drifted")
     opsm_delta: float = Field(1e-4, ge=0, description="mean old - new logprob from which such a sample is dropped")
+    rejection: Literal["seq_sum_k1", "seq_mean_k1", "seq_sum_k2", "seq_mean_k2", "seq_max_k2", "seq_sum_k3", "seq_mean_k3", "seq_max_k3"] | None = (
+        Field(None, description="drop samples whose sampled logprobs are too far from the trainer's: verl's rollout_rs")
+    )
+    rejection_high: float | None = Field(None, gt=0, description="of k1 the largest ratio that is kept, of k2 and k3 the largest divergence")
+    rejection_low: float | None = Field(None, ge=0, description="of k1 the smallest ratio that is kept; unset: 1 / rejection_high")
     custom_advantage: str | None = Field(None, description="dotted path: (args, rollout_data) -> None, fills in advantages per token")
 
     @model_validator(mode="after")
@@ -187,6 +164,27 @@ class AlgoConfig(Section):
         if (low := self.tis_low) > self.tis_clip:
             raise ValueError(f"tis_clip_low {low} is above tis_clip {self.tis_clip}")
         return self
+
+    @property
+    def whitened(self) -> bool:
+        """Whether advantages are whitened over the step."""
+        auto = self.advantage_estimator.startswith("reinforce_plus_plus")
+        return auto if self.normalize_advantages is None else self.normalize_advantages
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a sample's tokens have advantages of their own, or such that depend on other samples' tokens."""
+        return self.whitened or self.kl_coef > 0 or self.gamma != 1
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0 or self.kl_loss_coef > 0
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """In force where `rejection` is set."""
+        high = self.rejection_high or 1.0
+        return 1 / high if self.rejection_low is None else self.rejection_low, high
 
     @property
     def tis_low(self) -> float:
@@ -256,64 +254,9 @@ class WeightsConfig(Section):
     canary_tol: float | None = Field(None, gt=0, description="largest mean |difference| accepted; unset: 1e-3 in float32, 0.25 in bfloat16")
 
 
-class EvalSampling(Section):
-    n_samples_per_prompt: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, description="0: greedy")
-    top_p: float | None = Field(None, gt=0, le=1, description="unset: as in rollout")
-    top_k: int | None = Field(None, ge=-1, description="-1: off; unset: as in rollout")
-    max_response_len: int | None = Field(None, ge=1, description="unset: as in rollout")
-    solved: float | None = Field(None, description="reward from which on a sample counts as solved, for pass@k")
-
-
-class EvalDataset(EvalSampling):
-    """One held-out file. What is unset is as in [eval], [data] and [reward]."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="its metrics are eval/<name>/...")
-    prompts: str = Field(description="path, as data.prompts")
-    input_key: str | None = None
-    label_key: str | None = None
-    reward: str | None = Field(None, description="as reward.function")
-    custom_generate: str | None = Field(None, description="as rollout.custom_generate")
-
-
-class EvalConfig(EvalSampling):
-    """Evaluation on held-out prompts; none without datasets."""
-
-    interval: int = Field(10, ge=1, description="steps between evaluations (also before the first step and after the last)")
-    n_samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2, description="0: greedy")
-    solved: float = Field(1.0, description="reward from which on a sample counts as solved, for pass@k")
-    datasets: list[EvalDataset] = []
-
-    @model_validator(mode="after")
-    def _inherit(self) -> EvalConfig:
-        for d in self.datasets:
-            for name in EvalSampling.model_fields:
-                if getattr(d, name) is None:
-                    setattr(d, name, getattr(self, name))
-        names = [d.name for d in self.datasets]
-        if twice := sorted({n for n in names if names.count(n) > 1}):
-            raise ValueError(f"several datasets are named {', '.join(twice)}")
-        return self
-
-
 class CheckpointConfig(Section):
     interval: int = Field(10, ge=1, description="steps between checkpoints (also after the last step)")
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
-
-
-class LogConfig(Section):
-    tensorboard: bool = True
-    wandb: bool = False
-    trackio: bool = False
-    project: str = "vime"
-    samples: bool = Field(True, description="write samples/step_N.jsonl")
-    rollout_hook: str | None = Field(None, description="plug-in: logs a step's samples; true in return leaves out the rollout/ metrics")
-    eval_hook: str | None = Field(None, description="plug-in: logs an evaluation; true in return leaves out the eval/ metrics")
-
-
-class RayConfig(Section):
-    address: str | None = Field(None, description="a running Ray cluster; unset: a local one for this run")
 
 
 class Config(Section):

@@ -1,0 +1,106 @@
+"""Sections of the configuration that depend on no other one, and what all sections share."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_any_key(cls, value: Any, info: ValidationInfo) -> Any:
+        """An override without a value (rollout.custom_generate=) takes away what the file says, of keys that may be unset."""
+        if type(value) is int and abs(value) >= 2**63:
+            raise ValueError("a number of more than 64 bits")
+        may_be = NoneType in get_args(cls.model_fields[info.field_name or ""].annotation)
+        return None if value == "" and may_be else value
+
+
+class EngineTable(Section):
+    """A group of vLLM servers that differs from others. The tables take the place of `rollout.num_engines`: docs/engines.md."""
+
+    count: int = Field(1, ge=1, description="servers of this kind")
+    vllm: dict[str, Any] = Field({}, description="vLLM server arguments of this group, laid over [vllm]; the k-th server takes port + k")
+    env: dict[str, str] = Field({}, description="environment variables of these servers, as CUDA_VISIBLE_DEVICES")
+
+
+class RewardConfig(Section):
+    """Reward: a built-in name (math, exact, regex) or a dotted path (args, sample) -> float | dict, sync or async."""
+
+    function: str = Field("math", description="math | exact | regex | package.module:function")
+    pattern: str | None = Field(None, description="for regex: the answer is the last match's first group (or the whole match)")
+    key: str | None = Field(None, description="which entry of a dict reward is trained on")
+    group: bool = Field(False, description="the function gets a group's list of samples at once and returns a list of rewards")
+    post_process: str | None = Field(None, description="plug-in: a step's rewards -> (raw rewards, advantages), in place of the estimator")
+    on_error: Literal["raise", "skip"] = Field("raise", description="skip: drop and count a group with a failing reward, take another")
+    timeout: float = Field(60, gt=0, description="seconds a reward call may take")
+    overlong_buffer_len: int = Field(
+        0, ge=0, description="DAPO's soft punishment: over the last so many tokens below rollout.max_response_len the reward falls; 0: off"
+    )
+    overlong_penalty_factor: float = Field(1.0, gt=0, description="by how much it has fallen at the limit")
+
+    @model_validator(mode="after")
+    def _pattern(self) -> RewardConfig:
+        if self.function == "regex" and not self.pattern:
+            raise ValueError('function = "regex" needs reward.pattern')
+        return self
+
+
+class EvalSampling(Section):
+    n_samples_per_prompt: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0: greedy")
+    top_p: float | None = Field(None, gt=0, le=1, description="unset: as in rollout")
+    top_k: int | None = Field(None, ge=-1, description="-1: off; unset: as in rollout")
+    max_response_len: int | None = Field(None, ge=1, description="unset: as in rollout")
+    solved: float | None = Field(None, description="reward from which on a sample counts as solved, for pass@k")
+
+
+class EvalDataset(EvalSampling):
+    """One held-out file. What is unset is as in [eval], [data] and [reward]."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="its metrics are eval/<name>/...")
+    prompts: str = Field(description="path, as data.prompts")
+    input_key: str | None = None
+    label_key: str | None = None
+    reward: str | None = Field(None, description="as reward.function")
+    custom_generate: str | None = Field(None, description="as rollout.custom_generate")
+
+
+class EvalConfig(EvalSampling):
+    """Evaluation on held-out prompts; none without datasets."""
+
+    interval: int = Field(10, ge=1, description="steps between evaluations (also before the first step and after the last)")
+    n_samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2, description="0: greedy")
+    solved: float = Field(1.0, description="reward from which on a sample counts as solved, for pass@k")
+    datasets: list[EvalDataset] = []
+
+    @model_validator(mode="after")
+    def _inherit(self) -> EvalConfig:
+        for d in self.datasets:
+            for name in EvalSampling.model_fields:
+                if getattr(d, name) is None:
+                    setattr(d, name, getattr(self, name))
+        names = [d.name for d in self.datasets]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"several datasets are named {', '.join(twice)}")
+        return self
+
+
+class LogConfig(Section):
+    tensorboard: bool = True
+    wandb: bool = False
+    trackio: bool = False
+    project: str = "vime"
+    samples: bool = Field(True, description="write samples/step_N.jsonl")
+    rollout_hook: str | None = Field(None, description="plug-in: logs a step's samples; true in return leaves out the rollout/ metrics")
+    eval_hook: str | None = Field(None, description="plug-in: logs an evaluation; true in return leaves out the eval/ metrics")
+
+
+class RayConfig(Section):
+    address: str | None = Field(None, description="a running Ray cluster; unset: a local one for this run")
