@@ -156,8 +156,7 @@ class Cluster:
 
     def changed(self) -> None:
         """A process was started anew, or servers came or went: tell the workers and processes.json, without waiting for them."""
-        assert self.fleet
-        if not self._closing.is_set():
+        if self.fleet and not self._closing.is_set():
             for w in self.workers:
                 w.resize.remote(len(self.fleet.serving()))
             with contextlib.suppress(RuntimeError):  # the run ends

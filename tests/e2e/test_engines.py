@@ -41,6 +41,7 @@ def test_servers_come_and_go_while_a_job_runs(tmp_path, tiny_model, reverse_prom
         assert j.wait(120) == 130, j.printed[-3000:]
         rows, _ = check(j, j.metrics[-1]["step"], 2)
         assert sum(m["rollout/retries"] + m["rollout/fenced"] for m in rows) == 0, "a request was lost on the way"
-        assert all(0 <= m["rollout/engine_busy"] <= 1 for m in rows[1:]), "every step has the servers' own metrics"
+        busy = [m["rollout/engine_busy"] for m in rows if "rollout/engine_busy" in m]  # a step may be shorter than the time between two looks
+        assert len(busy) > len(rows) / 2 and all(0 <= b <= 1 for b in busy) and max(busy) > 0
         assert rows[-1]["health/engine_restarts"] == 0 and not (j.folder / "control.sock").exists()
         assert j.left_behind() == []

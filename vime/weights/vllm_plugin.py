@@ -158,6 +158,15 @@ def _fix_speculation() -> None:
         return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=n)
 
     rejection_sampler.expand_batch_to_tokens = expand
+    constrain = rejection_sampler.apply_sampling_constraints
+    if hasattr(constrain, "__wrapped__"):
+        return
+
+    def constrained(logits: torch.Tensor, *args: Any) -> torch.Tensor:  # a step in which nothing was drafted: top_k fails on no rows
+        return constrain(logits, *args) if logits.numel() else logits
+
+    constrained.__wrapped__ = constrain  # type: ignore[attr-defined]
+    rejection_sampler.apply_sampling_constraints = constrained
 
 
 def register() -> None:
