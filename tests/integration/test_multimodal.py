@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.e2e.harness import job
 from tests.integration.rollout_kit import run
-from tests.integration.trainer_kit import Ranks, make_cfg, one_rank, train_once, weights
+from tests.integration.trainer_kit import Ranks, apart, make_cfg, one_rank, train_once, weights
 from tests.integration.vision_kit import draw, make_vlm
 from vime.config import Config
 from vime.data.images import reference
@@ -135,8 +135,7 @@ def test_two_ranks_train_as_one_where_only_one_has_images(tmp_path: Path, pictur
     got = two_ranks(_train, make_cfg(model, tmp_path / "two", parallel={"fsdp": 2}, **changes), pictures)
     for metrics, after in got:
         assert metrics["train/grad_norm"] == pytest.approx(want[0]["train/grad_norm"], rel=1e-4)
-        for k, v in want[1].items():
-            torch.testing.assert_close(after[k], v, atol=1e-5, rtol=1e-4)
+        assert apart(after, want[1], by=1e-4) < 1e-3
 
 
 class Live(NamedTuple):
@@ -218,9 +217,9 @@ def test_a_whole_run(live: Live, tmp_path: Path, pictures: list[Path]) -> None:
     data = rows_of(tmp_path, pictures)
     rollout = {"engines": [live.url], "max_context_len": 400, "batch_size": 4}
     evals = {"interval": 2, "datasets": [{"name": "seen", "prompts": data}]}
-    with job(tmp_path, live.model, Path(data), rollout=rollout, train={"steps": 2}, eval=evals) as j:
+    with job(tmp_path, live.model, Path(data), rollout=rollout, train={"steps": 2, "skip_zero_advantage": False}, eval=evals) as j:
         assert j.run() == 0, j.printed[-3000:]
         rows = [json.loads(x) for f in sorted((j.folder / "samples").glob("step_*.jsonl")) for x in f.read_text().splitlines()]
         assert len(rows) == 64 and any(r.get("images") == [str(pictures[1]), str(pictures[2])] for r in rows)
-        assert max(m["train/logprob_abs_diff"] for m in j.metrics if "train/logprob_abs_diff" in m) < 1e-4
+        assert max(m["train/logprob_abs_diff"] for m in j.metrics if "train/loss" in m) < 1e-4
         assert [m["step"] for m in j.metrics if "eval/seen/reward" in m] == [0, 2]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
+from tests.integration.trainer_kit import apart, make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError
 from vime.trainer import checkpoint
 from vime.weights import location
@@ -87,12 +87,6 @@ def test_the_number_of_ranks_may_change(tmp_path, two_ranks, tied):
     a, b = (load_file(p / "hf" / "model.safetensors") for p in (one, two))
     assert apart(a, b) < 1e-3 and apart(a, final) > 0.9
 
-
-def apart(a, b):
-    """Share of the weights that differ by more than 1e-5, a tenth of lr. Adam divides by the gradient's size, so where a gradient is
-    rounding only, as in a few places it is, two sums in another order part by up to lr a step."""
-    assert a.keys() == b.keys()
-    return float(torch.cat([((a[k] - b[k]).abs() > 1e-5).flatten() for k in a]).float().mean())
 
 
 @pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "float32"), (True, "bfloat16")])

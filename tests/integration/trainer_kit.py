@@ -140,3 +140,10 @@ class Ranks:
             pipe.close()
             process.join(10)
             process.kill()
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], by: float = 1e-5) -> float:
+    """Share of the weights that differ by more than `by`, a tenth of lr. Adam divides by the gradient's size, so where a gradient is
+    rounding only, as in a few places it is, two sums in another order part by up to lr a step."""
+    assert a.keys() == b.keys()
+    return float(torch.cat([((a[k] - b[k]).abs() > by).flatten() for k in a]).float().mean())
