@@ -58,7 +58,7 @@ def main() -> int:
         restarts, stale = got[-1]["health/engine_restarts"], max(r["rollout/staleness_max"] for r in got)
         print(f"{len(got)} steps in {time.monotonic() - begun:.0f} s, {kills} kills, {restarts:.0f} restarts; exit code {job.returncode}")
         print(f"{len(ids)} samples trained, {len(ids) - len(set(ids))} doubled; groups: {len(trained)} trained, {len(under_way)} under way, {len(lost)} lost")
-        print(f"staleness <= {stale:.0f} (bound {a.staleness}); largest mean |dlogp| of a step {max(r['train/logprob_abs_diff'] for r in got):.2g}")
+        print(f"staleness <= {stale:.0f} (bound {a.staleness}); largest mean |dlogp| of a step {max(r.get('train/logprob_abs_diff', 0.0) for r in got):.2g}")
         print(f"reward {got[0]['rollout/raw_reward']:.3f} -> {got[-1]['rollout/raw_reward']:.3f}  (load {os.getloadavg()[0]:.1f})")
         good = job.returncode == 0 and len(got) == a.steps and len(ids) == len(set(ids)) == 64 * a.steps and not lost and stale <= a.staleness
         return 0 if good else 1
