@@ -127,7 +127,7 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
 data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
 rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)
-train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.fsdp} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
+train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
 reward     {cfg.reward.function}
 folder     {place}
 {"next" if resume else "1st "} prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""

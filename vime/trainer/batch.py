@@ -77,8 +77,14 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         skipped += len(rows) - len(live)
         scales.append(1.0 / max(1, sum(trained) if cfg.loss.aggregate == "token-mean" else len(chosen)))
         batches = [_fill(part, cfg.train.max_tokens_per_gpu) for part in _cut(live, world)]
+        count = max(map(len, batches))
+        if (pp := cfg.parallel.pp) > 1:  # a pipeline is filled by at least as many micro-batches, interleaved by a multiple
+            count = -(-count // pp) * pp
+            parts = [[[item for _, item in b] for b in _cut(part, count)] for part in _cut(live, world)]
+            budgets = [max((sum(_costs(b)) for b in _cut(part, count)), default=0) for part in _cut(live, world)]
+            batches = [a if n <= cfg.train.max_tokens_per_gpu else b for a, n, b in zip(parts, budgets, batches)]
         for r, b in enumerate(batches):
-            steps[r].append(b + [[]] * (max(map(len, batches)) - len(b)))
+            steps[r].append(b + [[]] * (count - len(b)))
     return [RankPlan(s, skipped, scales) for s in steps]
 
 
