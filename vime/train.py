@@ -27,6 +27,7 @@ from vime.rollout.engine import on_cpu
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
+from vime.trainer import axes
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
 from vime.weights import server_dtype
@@ -75,6 +76,7 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         faults.append(f"model = {cfg.model!r}: {missing}")
     else:
         tokenizer = attempt("model: ", load, cfg.model)
+        attempt("", axes.check, cfg)
         if cfg.rollout.routing_replay:
             from vime.trainer.routing import check_model  # torch takes seconds to import
 

@@ -20,7 +20,7 @@ from vime import hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
-from vime.trainer import custom, state
+from vime.trainer import axes, custom, state
 from vime.trainer.batch import Item, RankPlan
 from vime.trainer.context import lay_out
 from vime.trainer.layout import Layout
@@ -76,6 +76,7 @@ class Trainer:
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
+        axes.check(cfg)
         self.layout = Layout(cfg.parallel, self.device)
         self.model = load_model(Path(folder) / "hf" if folder else self.source, train.dtype, self.layout, train.gradient_checkpointing)
         self.pipelines = {self.model: Pipeline(self.model, cfg.model)}
