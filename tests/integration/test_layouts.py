@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, model: str, layout: str = "", **changes: Any) -> Config:
     algo = {"kl_loss_coef": 0.1, "entropy_coef": 0.01, "ref_model": str(folder / f"{model}-ref")} | changes.pop("algo", {})
-    train = {"lr": 1e-3, "clip_grad": 1e9, "max_tokens_per_gpu": 96, "global_batch_size": 8, "logprob_chunk": 16} | changes.pop("train", {})
+    train = {"lr": 1e-3, "clip_grad": 1e9, "max_tokens_per_gpu": 40, "global_batch_size": 8, "logprob_chunk": 16} | changes.pop("train", {})
     parallel = {k: int(v) for k, v in (x.split("=") for x in layout.split())}
     return make_cfg(folder / model, folder / (layout.replace(" ", ".") or "one"), algo=algo, train=train, parallel=parallel, **changes)
 
@@ -149,3 +150,99 @@ def test_layout_equals_one_process(folder: Path, ranks: Ranks, single: dict[str,
     served = got["served"]
     assert served.keys() == want["served"].keys() and apart(served, want["served"]) < 5e-3
     assert torch.tensor(got["canary"]).sub(torch.tensor(want["canary"])).abs().max() < 1e-2
+
+
+def step_and_save(trainer: Any, cfg: Config, out: str) -> None:
+    trainer.setup()
+    train_once(trainer, cfg, 1, make_batch(3))
+    trainer.save(out)
+
+
+def resume(trainer: Any, cfg: Config, checkpoint: str) -> dict[str, Any]:
+    trainer.setup(checkpoint)
+    return run(trainer, cfg, [4])
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "loaded"),
+    [("llama", "fsdp=2 tp=2", "cp=2 pp=2"), ("qwen3", "tp=2 pp=2", "fsdp=2 tp=2"), ("moe", "fsdp=2 tp=2 ep=4", "pp=2 fsdp=2 ep=2"), ("moe", "", "fsdp=4 ep=2")],
+)  # fmt: skip
+def test_a_checkpoint_of_one_layout_continues_in_another(folder: Path, ranks: Ranks, tmp_path: Path, model: str, saved: str, loaded: str) -> None:
+    """And in one process, which must give the same; the moments of the optimizer are what a wrong shard would spoil."""
+    one, out = config_of(folder, model), tmp_path / "c"
+    out.mkdir()
+    ranks(step_and_save, config_of(folder, model, saved), str(out))
+    with one_rank(one, out) as t:
+        want = run(t, one, [4])
+    got = merged(ranks(resume, config_of(folder, model, loaded), str(out)))
+    assert max(compare(got, want)) < 1e-5
+    with one_rank(one) as t:
+        train_once(t, one, 1, make_batch(3))
+        unbroken = run(t, one, [4])
+    assert abs(unbroken["metrics"][0]["train/grad_norm"] - want["metrics"][0]["train/grad_norm"]) < 1e-2
+    assert apart(load_file(out / "hf" / "model.safetensors"), want["served"]) > 1e-4
+
+
+def every_logit(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A loss of the user's own, of all positions: half the mean of squared logits of each sample's response."""
+    parts, at = [], 0
+    for total, response in zip(batch["total_lengths"], batch["response_lengths"]):
+        parts.append(logits[0, at + total - response - 1 : at + total - 1].square().mean(-1))
+        at += total
+    loss = sum_of_sample_mean(torch.cat(parts)) / 2
+    return loss, {"square": loss.detach()}
+
+
+@pytest.mark.parametrize("changes", [{"loss": {"custom": f"{__name__}:every_logit"}}, {"algo": {"use_opsm": True, "opsm_delta": -1.0}}], ids=["custom", "opsm"])
+@pytest.mark.parametrize("layout", ["tp=2 cp=2", "pp=2 cp=2"])
+def test_losses_that_see_whole_samples(folder: Path, ranks: Ranks, changes: dict[str, Any], layout: str) -> None:
+    one = config_of(folder, "llama", **changes)
+    with one_rank(one) as t:
+        want = run(t, one, [5])
+    got = merged(ranks(run, config_of(folder, "llama", layout, **changes), [5]))
+    names = ("grad_norm", "loss", *(["square"] if "loss" in changes else ["opsm_clipfrac"]))
+    assert [got["metrics"][0][f"train/{k}"] for k in names] == pytest.approx([want["metrics"][0][f"train/{k}"] for k in names], abs=1e-5)
+    assert max(apart(a, b) for a, b in zip(got["gradients"], want["gradients"], strict=True)) < 1e-5
+
+
+def routed(seed: int) -> list[list[Any]]:
+    """make_batch with experts at random, the same in a prompt of a group."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(seed)
+    for members in batch:
+        prompt = rng.random((members[0].prompt_length, 4, 8)).argsort(-1)[..., :2].astype(np.uint8)
+        for s in members:
+            last = s.prompt_length + max(i for i, m in enumerate(s.loss_mask) if m)
+            s.rollout_routed_experts = np.concatenate([prompt, rng.random((last - len(prompt), 4, 8)).argsort(-1)[..., :2].astype(np.uint8)])
+            s.check()
+    return batch
+
+
+def replayed(trainer: Any, cfg: Config) -> dict[str, Any]:
+    if not hasattr(trainer, "model"):
+        trainer.setup()
+    gradients = observe(trainer)
+    return {"metrics": [train_once(trainer, cfg, 1, routed(6))], "gradients": gradients, "weights": {}}
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2 tp=2 ep=4", "cp=2 pp=2 ep=2", "pp=2 pp_interleave=2"])
+def test_routing_replay_in_every_axis(folder: Path, ranks: Ranks, layout: str) -> None:
+    """With gradient checkpointing: in a pipeline the recompute of one micro-batch follows the forward of the next."""
+    changes = {"rollout": {"routing_replay": True}, "train": {"gradient_checkpointing": True}}
+    one = config_of(folder, "moe", **changes)
+    with one_rank(one) as t:
+        want = replayed(t, one)
+    got = merged(ranks(replayed, config_of(folder, "moe", layout, **changes)))
+    assert want["metrics"][0]["train/routing_flips"] == pytest.approx(got["metrics"][0]["train/routing_flips"]) and want["metrics"][0]["train/routing_flips"] > 0.5
+    assert max(apart(a, b) for a, b in zip(got["gradients"], want["gradients"], strict=True)) < 1e-5
+
+
+def test_bf16_runs_in_a_product_of_axes(folder: Path, ranks: Ranks, single: dict[str, Any]) -> None:
+    got = merged(ranks(run, config_of(folder, "moe", "tp=2 pp=2 ep=2", train={"dtype": "bfloat16"}), [3]))
+    assert got["metrics"][0]["train/loss"] == pytest.approx(single["moe"]["metrics"][0]["train/loss"], abs=0.05)
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_the_model_is_read(folder: Path, ranks: Ranks) -> None:
+    for said in ranks(run, config_of(folder, "llama", "tp=4"), [3]):
+        assert isinstance(said, RuntimeError) and "parallel.tp = 4 does not divide the model's 2 key-value heads" in str(said)
+        assert "the nearest layout on 4 ranks: fsdp 2 x tp 2" in str(said)

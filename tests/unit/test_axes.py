@@ -42,7 +42,7 @@ def run(tmp_path: Path, model: dict[str, Any], **parallel: int) -> Config:
         (MOE, {"fsdp": 3, "ep": 3}, "parallel.ep = 3 does not divide the model's 8 experts"),
         (MOE, {"fsdp": 2, "ep": 4}, "parallel.ep = 4 does not divide fsdp x cp x tp = 2"),
         (MOE, {"fsdp": 12, "ep": 4, "tp": 1}, "leaves 3 ranks for each expert, which divide neither 2 experts nor their rows"),
-        (LLAMA | {"model_type": "phi3"}, {"tp": 2}, "by 'colwise_gather_output', which is not tested here|'phi3' shards"),
+        (LLAMA | {"model_type": "phi3"}, {"tp": 2}, "'phi3' shards layers.+ by 'rowwise_split_input', which is not tested"),
         (LLAMA | {"model_type": "unheard_of"}, {"tp": 2}, "transformers has no plan for model_type 'unheard_of'"),
         (LLAMA | {"model_type": "gemma"}, {"pp": 2}, "'gemma' scales its embeddings"),
     ],
@@ -50,6 +50,11 @@ def run(tmp_path: Path, model: dict[str, Any], **parallel: int) -> Config:
 def test_every_refusal_has_a_reason(tmp_path: Path, model: dict[str, Any], parallel: dict[str, int], said: str) -> None:
     with pytest.raises(VimeError, match=said):
         axes.check(run(tmp_path, model, **parallel))
+
+
+def test_fused_columns_are_refused(tmp_path: Path) -> None:
+    m = axes.read(run(tmp_path, LLAMA).model)._replace(tp_plan={"layers.*.mlp.gate_up_proj": "packed_colwise"})
+    assert "gate_up_proj by 'packed_colwise': fused columns save overlapping checkpoints" in axes.faults(ParallelConfig(tp=2), m)[0]
 
 
 def test_all_faults_come_at_once_with_the_nearest_layout(tmp_path: Path) -> None:

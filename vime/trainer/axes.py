@@ -15,7 +15,7 @@ from vime.errors import VimeError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PARTIAL, DISPATCH = "replicated_with_grad_allreduce", "ep_dispatch_experts"
-STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", PARTIAL)  # of transformers' plans: those that are tested
+STYLES = ("colwise", "rowwise", "colwise_gather_output", PARTIAL)  # of transformers' plans: those that are tested
 
 
 class Shape(NamedTuple):
