@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from vime import config
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in ("quickstart", "rollout", "engines", "plugins", "eval", "algorithms", "moe", "parallel", "benchmarks", "dependencies"))]
+NAMES = ("quickstart", "rollout", "engines", "plugins", "eval", "algorithms", "moe", "parallel", "benchmarks", "dependencies")
+DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in NAMES)]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out
 
 
