@@ -93,7 +93,8 @@ def merged(results: list[Any]) -> dict[str, Any]:
         assert not isinstance(r, Exception), r
     out = dict(results[0])
     for r in results[1:]:
-        assert {k: v for k, v in r["metrics"][0].items() if "perf" not in k} == {k: v for k, v in out["metrics"][0].items() if "perf" not in k}
+        for a, b in zip(r["metrics"], out["metrics"], strict=True):
+            assert {k: v for k, v in a.items() if "perf" not in k} == pytest.approx({k: v for k, v in b.items() if "perf" not in k}, rel=1e-6)
         for i, g in enumerate(r["gradients"]):
             out["gradients"][i] = g | out["gradients"][i]
         out["weights"] = r["weights"] | out["weights"]
@@ -110,7 +111,7 @@ def compare(got: dict[str, Any], want: dict[str, Any]) -> tuple[float, float, fl
     metric = max(abs(x[f"train/{k}"] - y[f"train/{k}"]) for x, y in zip(got["metrics"], want["metrics"], strict=True) for k in SAME)
     gradient = max(apart(a, b) for a, b in zip(got["gradients"], want["gradients"], strict=True))
     sure = {n: torch.stack([g[n].abs() for g in want["gradients"]]).amin(0) > 1e-4 for n in want["weights"]}
-    assert sum(int(s.sum()) for s in sure.values()) > 0.5 * sum(s.numel() for s in sure.values())
+    assert sum(int(s.sum()) for s in sure.values()) > 0.2 * sum(s.numel() for s in sure.values())
     mask = lambda w: {n: torch.where(sure[n], t, 0) for n, t in w.items()}  # noqa: E731
     return metric, gradient, apart(mask(got["weights"]), mask(want["weights"]))
 
@@ -149,6 +150,7 @@ def test_layout_equals_one_process(folder: Path, ranks: Ranks, single: dict[str,
     assert max(metric, gradient, weight) < 1e-5
     served = got["served"]
     assert served.keys() == want["served"].keys() and apart(served, want["served"]) < 5e-3
+    assert all(torch.equal(served[n], w) for n, w in got["weights"].items() if "experts" not in n)
     assert torch.tensor(got["canary"]).sub(torch.tensor(want["canary"])).abs().max() < 1e-2
 
 

@@ -113,7 +113,7 @@ class Layout:
                 by_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p.grad)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for grads in by_mesh.values():
-            norm = torch.nn.utils.get_total_norm(grads)
+            norm = torch.nn.utils.get_total_norm(grads, foreach=False)
             total += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double() ** 2
         if self.p.pp > 1:
             dist.all_reduce(total, group=self.pp_group)

@@ -33,7 +33,7 @@ class Pipeline:
     def __init__(self, model: PreTrainedModel, path: str):
         self.model, self.base = model, model.base_model
         self.layout: Layout = model.layout
-        self.layers, self.norm = self.base.layers, self.base.norm
+        self.layers, self.norm = self.base.layers, getattr(self.base, "norm", None)
         skipped = PipelineIdentityLayer()
         self.parts = []  # of each stage here: all layers, those of other stages replaced
         for stage in self.layout.stages:
@@ -61,11 +61,14 @@ class Pipeline:
 
     @contextmanager
     def only(self, part: int, last: bool) -> Any:
-        self.base.layers, self.base.norm = self.parts[part], self.norm if last else PipelineIdentityLayer()
+        """Hide the other stages' modules from the model's forward."""
+        if self.layout.count > 1:
+            self.base.layers, self.base.norm = self.parts[part], self.norm if last else PipelineIdentityLayer()
         try:
             yield
         finally:
-            self.base.layers, self.base.norm = self.layers, self.norm
+            if self.layout.count > 1:
+                self.base.layers, self.base.norm = self.layers, self.norm
 
     def like(self, batch: Pack) -> Tensor:
         """Hidden states between stages, without data."""
