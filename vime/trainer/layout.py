@@ -54,7 +54,7 @@ class Layout:
         tied = bool(model.all_tied_weights_keys)
         model.tie_weights()  # before FSDP sees the model: it must treat tied layers' weight as one
         if self.p.pp > 1:
-            model._keys_to_ignore_on_load_unexpected = [".*"]  # other stages' weights
+            model._keys_to_ignore_on_load_unexpected = {".*"}  # other stages' weights
             total = len(base.layers)
             own = {i for s in self.stages for i in self.layers(s, total)}
             for i in set(range(total)) - own:
