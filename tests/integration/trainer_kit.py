@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from vime import config
@@ -109,6 +111,9 @@ def _rank_main(rank: int, pipe: Connection) -> None:
             traceback.print_exc()
             result = RuntimeError(f"{type(e).__name__}: {e}")
         trainer.close()
+        # A mesh equals one of the same shape whose process groups are gone: results remembered for that one name groups that no longer exist.
+        _clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
         buffer = io.BytesIO()  # plain bytes: tensors sent by handle would need this process to outlive them
         torch.save(result, buffer)
         pipe.send(buffer.getvalue())
