@@ -67,7 +67,7 @@ def faults(p: ParallelConfig, m: Shape) -> list[str]:
             out.append(f"parallel.{axis} = {n} does not divide the model's {of} {what}")
 
     if p.tp > 1:
-        own = {k: v for k, v in m.tp_plan.items() if not (m.experts and ".experts" in k)}
+        own = {k: v for k, v in m.tp_plan.items() if k != "embed_tokens" and not (m.experts and ".experts" in k)}  # as in Layout
         odd = sorted({v for v in own.values() if v not in STYLES})
         if not m.tp_plan:
             out.append(f"parallel.tp: transformers has no plan for model_type {m.kind!r}")

@@ -65,8 +65,9 @@ class Layout:
                 base.norm, model.lm_head = PipelineIdentityLayer(), PipelineIdentityLayer()
                 model.all_tied_weights_keys = {}
         plan, experts = resolve_parallel_plans(model, SimpleNamespace(tp_size=self.p.tp, ep_size=self.p.ep, tp_plan=None, ep_plan=None))
-        if tied:
-            plan.pop("lm_head", None)  # the embedding is whole on every TP rank, and so is what is tied to it
+        # The embedding stays whole on every TP rank, and so does what is tied to it. (transformers cuts it by rows where it is tied.)
+        whole = ("embed_tokens", "lm_head") if tied else ("embed_tokens",)
+        plan = {name: style for name, style in plan.items() if name.rpartition(".")[2] not in whole}
         # Their hook sums what p.grad has piled up anew in every micro-batch: sum_partial does it once instead.
         model.partial_gradients = {name for name, style in plan.items() if style == PARTIAL}
         plan = {name: style for name, style in plan.items() if style != PARTIAL}
