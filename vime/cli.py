@@ -13,6 +13,7 @@ EXAMPLES = """examples:
   vime model get smollm2-135m                      a small real model, ready to train
   vime train run.toml --dry-run                    check everything, start nothing
   vime train run.toml train.lr=2e-5 name=lr2e-5    override any key of docs/config.md
+  vime plan run.toml parallel.tp=2                 does this layout fit the model; which one would
   vime train run.toml --resume                     continue from the newest checkpoint
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
@@ -39,6 +40,11 @@ def parser() -> argparse.ArgumentParser:
     how = t.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue the run from its newest complete checkpoint")
     how.add_argument("--overwrite", action="store_true", help="delete the run's folder first")
+
+    about = "Check the layout of the trainer ([parallel]) against the model's config.json, and say what each rank holds. Starts nothing."
+    y = sub.add_parser("plan", help="check a run's [parallel] layout against its model", description=about)
+    y.add_argument("config", help="TOML file of the run")
+    y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
 
     about = "Check this machine: packages, CPU, memory, disk, proxies. Exit code 1 where a run would fail."
     d = sub.add_parser("doctor", help="check this machine", description=about)
@@ -144,6 +150,11 @@ def run(args: argparse.Namespace) -> int:
 
         return doctor.run(config.load(args.config) if args.config else None)
     cfg = config.load(args.config, args.overrides)
+    if args.command == "plan":
+        from vime.trainer import axes
+
+        print(axes.describe(cfg))
+        return 0
     from vime import train
 
     if args.dry_run:

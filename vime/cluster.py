@@ -110,7 +110,7 @@ class Cluster:
             me = psutil.Process()
             self._ray_pids = [p for p in me.children(recursive=True) if p.name() in ("gcs_server", "raylet")]
             self._follower = Follower([p.pid for p in self._ray_pids])
-        threads = str(max(1, (os.cpu_count() or 1) // cfg.parallel.fsdp))
+        threads = str(max(1, (os.cpu_count() or 1) // cfg.parallel.ranks))
         env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         folder = str(self.folder.resolve())
@@ -118,7 +118,8 @@ class Cluster:
         started = [e.start.remote() for e in self.engines.values()]
         trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
         port = free_port()
-        self.trainers = [trainer.remote(cfg, r, cfg.parallel.fsdp, host, port) for r in range(cfg.parallel.fsdp)]
+        ranks = cfg.parallel.ranks
+        self.trainers = [trainer.remote(cfg, r, ranks, host, port) for r in range(ranks)]
         ready = [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
         urls = [*self.gather(started, "engine"), *(u.rstrip("/") for u in cfg.rollout.engines)]
         self.router = Router(cfg, urls, folder)
@@ -333,10 +334,12 @@ class Cluster:
         return [done[i] for i in range(len(groups))]
 
     def train(self, step: int, plans: list[RankPlan], data: dict[int, Any]) -> dict[str, float]:
-        """One rollout step's optimizer steps on every rank; `data` maps group_index to the reference of its samples."""
+        """One rollout step's optimizer steps on every rank, a plan for each of parallel.fsdp; `data` maps group_index to the reference
+        of its samples."""
+        given = [plans[self.cfg.parallel.shard(r)] for r in range(len(self.trainers))]
         refs = [
             t.call.remote("train", step, plan, *[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})])
-            for t, plan in zip(self.trainers, plans, strict=True)
+            for t, plan in zip(self.trainers, given, strict=True)
         ]
         return self.gather(refs, "trainer rank")[0]
 

@@ -237,7 +237,25 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    fsdp: int = Field(1, ge=1, description="trainer ranks, each with a shard of the model")
+    """Trainer ranks: fsdp x tp x pp x cp of them, see docs/parallel.md. `vime plan run.toml` says what the model allows."""
+
+    fsdp: int = Field(1, ge=1, description="shards of the model, each with its share of the samples (the only axis that splits them)")
+    tp: int = Field(1, ge=1, description="tensor parallelism: attention heads and columns of the layers")
+    ep: int = Field(1, ge=1, description="expert parallelism: experts spread over this many of a stage's fsdp x cp x tp ranks")
+    pp: int = Field(1, ge=1, description="pipeline parallelism: stages of consecutive layers (1F1B)")
+    pp_interleave: int = Field(1, ge=1, description="stages on each pipeline rank (interleaved 1F1B)")
+    cp: int = Field(1, ge=1, description="context parallelism: pieces of each packed row (Ulysses)")
+
+    @property
+    def ranks(self) -> int:
+        return self.fsdp * self.tp * self.pp * self.cp
+
+    def shard(self, rank: int) -> int:
+        """Which of the fsdp shares of the samples a rank trains. The order of ranks is Layout's."""
+        return rank // (self.cp * self.tp) % self.fsdp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{k} {v}" for k, v in self.model_dump().items() if v > 1) or "one rank"
 
 
 class WeightsConfig(Section):

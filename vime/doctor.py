@@ -77,7 +77,7 @@ def checks(cfg: Config | None) -> Iterator[Row]:
             yield ("ok", "this run", f"model, {len(prompts)} prompts and hooks are fine")
         except VimeError as e:
             yield ("fail", "this run", str(e))
-        ranks = cfg.parallel.fsdp
+        ranks = cfg.parallel.ranks
         yield ("ok" if ranks <= (os.cpu_count() or 1) or gpus else "warn", "trainer ranks", f"{ranks} on {os.cpu_count()} cores")
 
 

@@ -28,6 +28,7 @@ from vime.rollout.engine import claim_port, on_cpu
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
+from vime.trainer import axes
 from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 from vime.weights import server_dtype
@@ -79,6 +80,7 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         faults += [f"{key} = {path!r}: {fault}" for fault in (() if path is None else model.faults(path))]
     if os.path.isdir(cfg.model):
         tokenizer = attempt("model: ", load, cfg.model)
+        attempt("", axes.check, cfg)
         if cfg.rollout.routing_replay:
             from vime.trainer.routing import check_model  # torch takes seconds to import
 
@@ -134,7 +136,7 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
 data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
 rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)
-train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.fsdp} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
+train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
 reward     {cfg.reward.function}
 folder     {place}
 {"next" if resume else "1st "} prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""

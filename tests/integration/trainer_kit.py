@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from vime import config
 from vime.config import Config
@@ -24,14 +26,15 @@ from vime.trainer.engine import Trainer
 VOCAB = 61
 
 
-def make_model(folder: Path, kind: str = "llama", tied: bool = True, seed: int = 0) -> Path:
+def make_model(folder: Path, kind: str = "llama", tied: bool = True, seed: int = 0, **shape: Any) -> Path:
     """A two-layer model with random weights, large enough that logprobs vary."""
     torch.manual_seed(seed)
-    shape: dict[str, Any] = {
+    shape = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": tied, "max_position_embeddings": 256, "initializer_range": 0.2,
-    }  # fmt: skip
-    AutoModelForCausalLM.from_config({"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**shape)).save_pretrained(folder)
+    } | shape  # fmt: skip
+    kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+    AutoModelForCausalLM.from_config(kinds[kind](**shape)).save_pretrained(folder)
     return folder
 
 
@@ -70,7 +73,7 @@ def train_once(trainer: Trainer, cfg: Config, step: int, batch: list[list[Sample
     for s in (s for g in batch for s in g):
         s.token_versions = [step - 1 if v >= 0 else v for v in s.token_versions]
     metas, advantages = estimate([meta_of(s) for g in batch for s in g], cfg)
-    return trainer.train(step, plan(metas, advantages, cfg, trainer.world)[trainer.rank], *batch)
+    return trainer.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp)[cfg.parallel.shard(trainer.rank)], *batch)
 
 
 @contextmanager
@@ -92,7 +95,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return out
 
 
-def _rank_main(rank: int, world: int, pipe: Connection) -> None:
+def _rank_main(rank: int, pipe: Connection) -> None:
     """One rank's process: runs function after function until its pipe closes (starting it costs seconds, a function little)."""
     torch.set_num_threads(1)
     while True:
@@ -100,37 +103,42 @@ def _rank_main(rank: int, world: int, pipe: Connection) -> None:
             fn, cfg, args, port = pipe.recv()
         except EOFError:
             return
-        trainer = Trainer(cfg, rank, world, "127.0.0.1", port)
+        trainer = Trainer(cfg, rank, cfg.parallel.ranks, "127.0.0.1", port)
         try:
             result: Any = fn(trainer, cfg, *args)
         except Exception as e:  # the test looks at it
             traceback.print_exc()
             result = RuntimeError(f"{type(e).__name__}: {e}")
         trainer.close()
+        # A mesh equals one of the same shape whose process groups are gone: results remembered for that one name groups that no longer exist.
+        _clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
         buffer = io.BytesIO()  # plain bytes: tensors sent by handle would need this process to outlive them
         torch.save(result, buffer)
         pipe.send(buffer.getvalue())
 
 
 class Ranks:
-    """`world` processes over gloo. Call it: fn(trainer, cfg, *args) on each; what each returned, or a RuntimeError that names its error."""
+    """`world` processes over gloo. Call it: fn(trainer, cfg, *args) on as many as the layout has ranks; what each returned, or a
+    RuntimeError that names its error."""
 
     def __init__(self, world: int):
         context = mp.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=_rank_main, args=(rank, world, theirs), daemon=True))
+            self.processes.append(context.Process(target=_rank_main, args=(rank, theirs), daemon=True))
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
 
     def __call__(self, fn: Callable[..., Any], cfg: Config, *args: Any, timeout: float = 240) -> list[Any]:
-        port = free_port()
-        for pipe in self.pipes:
+        port, pipes = free_port(), self.pipes[: cfg.parallel.ranks]
+        assert len(pipes) == cfg.parallel.ranks
+        for pipe in pipes:
             pipe.send((fn, cfg, args, port))
         out = []
-        for pipe in self.pipes:
+        for pipe in pipes:
             assert pipe.poll(timeout), "a rank did not answer in time"
             out.append(torch.load(io.BytesIO(pipe.recv()), weights_only=False))
         return out

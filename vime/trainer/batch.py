@@ -76,9 +76,16 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         live.sort(key=lambda x: (x[0].group_index, x[0].index))
         skipped += len(rows) - len(live)
         scales.append(1.0 / max(1, sum(trained) if cfg.loss.aggregate == "token-mean" else len(chosen)))
-        batches = [_fill(part, cfg.train.max_tokens_per_gpu) for part in _cut(live, world)]
+        shares, budget, pp = _cut(live, world), cfg.train.max_tokens_per_gpu, cfg.parallel.pp
+        batches = [_fill(share, budget) for share in shares]
+        count = max(map(len, batches))
+        if pp > 1:  # a pipeline wants as many micro-batches as it has ranks, interleaved a multiple; all of one length, so about equal ones
+            count = -(-count // pp) * pp
+            even = [_cut(share, count) for share in shares]
+            fits = [max(sum(_costs(b)) for b in e) <= budget for e in even]
+            batches = [[[item for _, item in b] for b in e] if fit else full for e, fit, full in zip(even, fits, batches)]
         for r, b in enumerate(batches):
-            steps[r].append(b + [[]] * (max(map(len, batches)) - len(b)))
+            steps[r].append(b + [[]] * (count - len(b)))
     return [RankPlan(s, skipped, scales) for s in steps]
 
 

@@ -14,18 +14,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from vime import hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
-from vime.trainer import custom, state
+from vime.trainer import axes, custom, state
 from vime.trainer.batch import Item, RankPlan
+from vime.trainer.context import lay_out
+from vime.trainer.layout import Layout
 from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
+from vime.trainer.pipeline import Job, Pipeline
 from vime.trainer.returns import per_token
 from vime.trainer.routing import Replay
 from vime.trainer.vision import Vision
@@ -54,22 +56,6 @@ SUMS = (
 )
 
 
-class Head:
-    """Stands in for lm_head.forward: hands hidden states and the head's weight to the job of the current forward. There, inside the
-    model's own forward, the weight is whole, also where FSDP shards it."""
-
-    def __init__(self, model: PreTrainedModel, path: str):
-        self.layer = model.get_output_embeddings()
-        if not isinstance(self.layer, torch.nn.Linear) or self.layer.bias is not None:
-            raise VimeError(f"model {path}: its output layer is not a linear layer without bias, which is not supported yet")
-        self.layer.forward = self  # type: ignore[assignment]
-        self.job: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.job
-        return self.job(hidden[0], self.layer.weight)
-
-
 class Trainer:
     """Rank `rank` of `world`. Methods are collectives: call each on every rank, in the same order.
 
@@ -92,21 +78,26 @@ class Trainer:
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
+        axes.check(cfg)
+        self.layout = Layout(cfg.parallel, self.device)
         start = Path(folder) / "hf" if folder else self.source
-        self.model = load_model(start, train.dtype, self.device, train.gradient_checkpointing, train.freeze_vision)
-        self.heads = {self.model: Head(self.model, cfg.model)}
+        self.model = load_model(start, train.dtype, self.layout, train.gradient_checkpointing, train.freeze_vision)
+        self.pipelines = {self.model: Pipeline(self.model, cfg.model)}
         if cfg.algo.needs_reference:
             path = cfg.algo.ref_model or cfg.model
-            self.reference = load_model(path, train.dtype, self.device).requires_grad_(False)
-            self.heads[self.reference] = Head(self.reference, path)
-        self.replays = {m: Replay(m) for m in self.heads} if cfg.rollout.routing_replay else {}
+            self.reference = load_model(path, train.dtype, self.layout).requires_grad_(False)
+            self.pipelines[self.reference] = Pipeline(self.reference, path)
+        self.replays = {m: Replay(m) for m in self.pipelines} if cfg.rollout.routing_replay else {}
         options = cfg.vllm.get("mm_processor_kwargs") or {}
-        self.vision = {m: Vision(m, start, options) for m in self.heads if hasattr(m.config, "vision_config")}
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        decayed: dict[str, Any] = {"params": [p for p in params if p.ndim > 1]}
-        plain: dict[str, Any] = {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}  # norms and biases
+        self.vision = {m: Vision(m, start, options) for m in self.pipelines if hasattr(m.config, "vision_config")}
+        for m, vision in self.vision.items():
+            self.pipelines[m].vision = vision
+        groups: dict[Any, dict[str, Any]] = {}  # one operation takes tensors of one mesh only
+        for p in (p for p in self.model.parameters() if p.requires_grad):
+            decay = train.weight_decay if p.ndim > 1 else 0.0  # none of norms and biases
+            groups.setdefault((decay, getattr(p, "device_mesh", None)), {"params": [], "weight_decay": decay})["params"].append(p)
         betas = (train.adam_beta1, train.adam_beta2)
-        self.optimizer = torch.optim.AdamW([decayed, plain], lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(list(groups.values()), lr=train.lr, betas=betas, fused=True)
         if folder:
             state.load_rank(Path(folder), self.model, self.optimizer)
         self.publisher = Publisher(cfg, self.rank)
@@ -122,7 +113,7 @@ class Trainer:
         stale = np.zeros(0)  # weight versions that each trained token is behind
         error: Exception | None = None
         try:
-            steps = [[pack(items, samples).to(self.device) for items in mini] for mini in plan.steps]
+            steps = [lay_out([pack(items, samples) for items in mini], self.layout) for mini in plan.steps]
             if self.cfg.rollout.truncated and any(b.samples and b.support is None for mini in steps for b in mini):
                 raise ValueError("with rollout.top_p or top_k every sample needs its sampling_mask (see Sample.append_tokens)")
             for replay in self.replays.values():
@@ -167,10 +158,10 @@ class Trainer:
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
         norms = []
         for mini, total, scale in zip(steps, sums, plan.scales, strict=True):
-            for batch in mini:
-                self.backward(batch, total, worst[0], scale)
+            self.pipelines[self.model].backward(mini, [self.loss_job(batch, total, worst[0], scale) for batch in mini])
             norms.append(self.update(step))
-        counts = torch.tensor([sum(b.ids.numel() for b in batches), stale.sum(), 0, 0], dtype=torch.float64, device=self.device)
+        mine = sum(b.ids.numel() for b in batches) if self.layout.last and self.layout.tp == 0 else 0
+        counts = torch.tensor([mine, stale.sum(), 0, 0], dtype=torch.float64, device=self.device)
         if self.replays:
             counts[2:] = self.replays[self.model].take()
         for t, op in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX), (counts, dist.ReduceOp.SUM)):
@@ -218,32 +209,18 @@ class Trainer:
             out["train/ppo_kl_first"] = first["ppo_abs_kl"] / (first["weight"] or 1.0)
         return out
 
-    def forward(
-        self, model: PreTrainedModel, batch: Pack, job: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run the model on a micro-batch; `job(hidden (M, D), head weight (V, D))` replaces the vocabulary projection. `rows` are
-        the positions it wants in place of the trained tokens'."""
-        if model in self.replays:
-            self.replays[model].rows = batch.routing
-        args: dict[str, Any] = {"input_ids": batch.ids, "position_ids": batch.positions}
-        if vision := self.vision.get(model):
-            args = vision.arguments(batch)
-        shared = self.world > 1 and torch.is_grad_enabled()
-        self.heads[model].job = (lambda h, w: job(h, w) + vision.untouched()) if vision and shared else job
-        return model(**args, logits_to_keep=batch.rows if rows is None else rows, use_cache=False, packing=batch).logits
-
     @torch.no_grad()
     def log_probs(self, model: PreTrainedModel, batch: Pack, temperature: float | None = None) -> torch.Tensor:
-        """Logprobs (M,) of a micro-batch's trained tokens, at the sampling temperature unless another is given."""
+        """Logprobs (M,) of the trained tokens of this rank's samples, at the sampling temperature unless another is given."""
         t, chunk = temperature or self.cfg.rollout.temperature, self.cfg.train.logprob_chunk
-        out = self.forward(model, batch, lambda h, w: head_log_probs(h, w, batch.labels, t, chunk, batch.support))
+        out = self.pipelines[model].forward(batch, Job(lambda h, w: head_log_probs(h, w, batch.labels, t, chunk, batch.support)))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return out
 
-    def backward(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> None:
-        """Forward and backward of one micro-batch; adds its sums to `total`, and its largest logprob difference to `worst`. `scale`:
+    def loss_job(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> Job:
+        """The loss of one micro-batch; it adds its sums to `total`, and its largest logprob difference to `worst`. `scale`:
         RankPlan.scales of its step."""
         cfg, algo, own = self.cfg, self.cfg.algo, self.custom
         high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
@@ -300,10 +277,7 @@ class Trainer:
             total[SUMS.index("tokens")] += len(batch.labels)
             return loss
 
-        if "loss.custom" in own:
-            self.forward(self.model, batch, own_job, torch.cat([batch.rows[:0], *batch.where])).backward()
-        else:
-            self.forward(self.model, batch, job).backward()
+        return Job(own_job, everything=True) if "loss.custom" in own else Job(job)
 
     def update(self, step: int) -> float:
         """Clip the gradient and step the optimizer. Returns the norm before clipping; VimeError, and no step, where it isn't finite."""
@@ -311,8 +285,8 @@ class Trainer:
         for p in params:
             if p.grad is None:  # nothing to train on any rank: AdamW's moments still decay, as with any zero gradient
                 p.grad = torch.zeros_like(p)
-        total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        self.layout.sum_partial(self.model)
+        norm = self.layout.gradient_norm(self.model)
         if not math.isfinite(norm):
             what = f"step {step}: the gradient's norm is {norm}; weights are unchanged"
             raise VimeError(what, "lower train.lr; look at the last samples")
@@ -330,8 +304,12 @@ class Trainer:
         tokens = canary_tokens(self.model.config.get_text_config().vocab_size, getattr(self.model.config, "image_token_id", None))
         n = len(tokens) - 1
         probe = Sample(tokens=tokens, response_length=n, loss_mask=[1] * n, rollout_log_probs=[0.0] * n)
-        batch = pack([Item(0, 0, 0.0, 0.0)], {0: probe}).to(self.device)
-        return published, Canary(tokens, self.log_probs(self.model, batch, 1.0).tolist())
+        (batch,) = lay_out([pack([Item(0, 0, 0.0, 0.0)], {0: probe})], self.layout)
+        found, log_probs = torch.zeros(n, device=self.device), self.log_probs(self.model, batch, 1.0)
+        if batch.samples and self.layout.dp == 0:  # on one rank
+            found.copy_(log_probs)
+        dist.all_reduce(found)
+        return published, Canary(tokens, found.tolist())
 
     def whole(self, version: int) -> str:
         """See Publisher.whole. Not a collective: for rank 0."""

@@ -49,6 +49,10 @@ class Pack:
     old: torch.Tensor | None = None  # (M,) logprobs before the update; None: this forward's own
     ref: torch.Tensor | None = None  # (M,) logprobs of the reference
     routing: torch.Tensor | None = None  # (T, layers, top_k) int16: each token's experts, -1 where nothing needs them to be known
+    # On one of several ranks (context.lay_out): ids, positions and routing are its piece of the row, buckets and scatter the whole row's.
+    cp: Any = None  # the process group of context parallelism
+    trained: list[torch.Tensor] = field(default_factory=list)  # rows of each cp rank's samples
+    everything: list[torch.Tensor] = field(default_factory=list)  # `where` of each cp rank's samples, joined
 
     def to(self, device: torch.device) -> Pack:
         def move(x: Any) -> Any:
@@ -122,7 +126,8 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     per_sample = [torch.from_numpy(w) for w in whole]
     layout = (torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where)
     routing = pack_routing(order, whole, len(ids))
-    return Pack(*layout, labels_t, adv, weights, rollout, support, order, per_sample, routing=routing)
+    rows_of = {"trained": [where], "everything": [torch.cat([where[:0], *per_sample])]}
+    return Pack(*layout, labels_t, adv, weights, rollout, support, order, per_sample, routing=routing, **rows_of)
 
 
 def _buckets(segments: list[tuple[int, int, int, int]], total: int) -> tuple[list[Bucket], torch.Tensor]:

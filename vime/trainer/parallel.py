@@ -1,4 +1,4 @@
-"""How a model lies on the ranks: process group, sharded loading, packed attention, and whole tensors out of shards."""
+"""A model on the ranks: process group, loading of each rank's part, packed attention, and whole tensors out of parts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig
-from transformers.distributed.utils import TransformersDeviceMesh
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from vime.errors import VimeError
 from vime.trainer import vision
+from vime.trainer.context import to_heads, to_sequence
+from vime.trainer.layout import Layout
 from vime.trainer.packing import Pack
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # a rank that hangs fails the others after this long
@@ -47,6 +47,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each sample of a packed row to itself and to the prompt it shares. query/key/value: (1, heads, T, dim)."""
     assert packing is not None, "models loaded by vime run on packed micro-batches only"
+    if packing.cp:
+        query, key, value = (to_heads(t, packing.cp) for t in (query, key, value))
     q, k, v = (t[0].transpose(0, 1).flatten(1) for t in (query, key, value))  # (T, heads * dim)
     dim, window, outs = query.shape[-1], kw.get("sliding_window"), []
     for b in packing.buckets:
@@ -57,14 +59,16 @@ def packed_attention(
         o = F.scaled_dot_product_attention(qb, kb, vb, b.mask, is_causal=b.mask is None, scale=scale, enable_gqa=gqa)
         outs.append(o.transpose(1, 2).flatten(0, 1).flatten(1))
     out = F.embedding(packing.scatter, torch.cat(outs) if len(outs) > 1 else outs[0])
-    return out.view(1, out.shape[0], -1, value.shape[-1]), None
+    out = out.view(1, out.shape[0], -1, value.shape[-1])
+    return to_sequence(out, packing.cp) if packing.cp else out, None
 
 
 ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
 
 
-def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing: bool = False, freeze_vision: bool = False) -> PreTrainedModel:
-    """A causal LM, which may take images, with float32 weights, sharded over all ranks (FSDP2), computing in `dtype`; each rank reads only its shard.
+def load_model(path: str | Path, dtype: str, layout: Layout, checkpointing: bool = False, freeze_vision: bool = False) -> PreTrainedModel:
+    """A causal LM, which may take images, with float32 weights, cut over all ranks as `layout` says, computing in `dtype`; each rank reads
+    only its part.
 
     Gradients are summed, never averaged, over ranks: loss weights are already global.
     Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
@@ -82,31 +86,22 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
     for name in HEAD_FACTORS:
         if getattr(text, name, None) not in (None, 1, 1.0):
             raise VimeError(f"model {path}: {name} = {getattr(text, name)} is not supported yet")
-    world, half = dist.get_world_size(), dtype == "bfloat16"
+    half = dtype == "bfloat16"
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    dense = init_device_mesh(device.type, (1, world, 1), mesh_dim_names=("pp", "fsdp", "tp"))
-    meshes = TransformersDeviceMesh(dense, dense)
 
     class Sharded(base):  # type: ignore[valid-type, misc]
         """The model's class with its two distribution hooks: our sharding in place of the one that transformers would choose."""
 
         @classmethod
         def prepare_distribute_model(cls, distributed: Any, device_map: Any = None) -> Any:
-            return distributed, device, meshes
+            return distributed, layout.device, layout.meshes
 
         @classmethod
         def maybe_distribute_model(cls, model: Any, distributed: Any, mesh_manager: Any) -> Any:
-            model._mesh_manager, model._device_mesh, model._fsdp_size = meshes, dense, world
+            model._mesh_manager, model._device_mesh, model._fsdp_size = layout.meshes, layout.dense, layout.world
             model._is_distributed_loading_by_transformers = True
-            model.tie_weights()  # before FSDP sees the model: it must treat tied layers' weight as one
-            if world > 1 or half:
-                for layer in model.get_decoder().layers:
-                    fully_shard(layer, mesh=dense["fsdp"], mp_policy=policy)
-                fully_shard(model, mesh=dense["fsdp"], mp_policy=policy, reshard_after_forward=False)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):  # a plain sum; also avoids torch's double division for groups of one
-                    module.set_gradient_divide_factor(1.0)
-                    module.set_force_sum_reduction_for_comms(True)
+            model.hidden_dtype = getattr(torch, dtype)
+            layout.distribute(model, policy)
             return model
 
     Sharded.__name__, Sharded.__module__ = base.__name__, base.__module__  # transformers converts the weights of its own classes only
@@ -114,7 +109,7 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
     try:
         attention = {"text_config": "vime_packed", "vision_config": "sdpa"} if sees else "vime_packed"
         model = Sharded.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, distributed_config=DistributedConfig(fsdp_size=world)
+            path, dtype=torch.float32, attn_implementation=attention, distributed_config=DistributedConfig(fsdp_size=layout.world)
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
@@ -130,15 +125,16 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out. A collective."""
-    tied = set(model.all_tied_weights_keys or {})
+    tied, layout = set(model.all_tied_weights_keys or {}), model.layout
     out: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if name in tied:
             continue
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0:
+        if layout.leader:
             out[name] = full.to("cpu", dtype if full.is_floating_point() else None)
-    return revert_weight_conversion(model, out) if out else out
+    out = revert_weight_conversion(model, out) if out else out
+    return layout.collect(out) if layout.leader and layout.p.pp > 1 else out
 
 
 def agree(error: BaseException | None) -> None:

@@ -57,10 +57,14 @@ def pack_routing(samples: Sequence[Sample], where: Sequence[np.ndarray], total: 
 
 class Replay:
     """Stands in for the forward of every router of a model. `rows` is Pack.routing of the micro-batch that runs; forward, and a recompute
-    under gradient checkpointing, look their layer up in it and change nothing."""
+    under gradient checkpointing, look their layer up in it and change nothing. Each layer says which micro-batch it runs: in a pipeline
+    the recompute of one comes after the forward of others."""
 
     def __init__(self, model: PreTrainedModel):
         self.rows: torch.Tensor | None = None
+        self.experts = self.top_k = 0  # where no router is here: a stage of dense layers
+        for block in model.base_model.layers:
+            block.register_forward_pre_hook(self.see, with_kwargs=True)
         self.counts: list[torch.Tensor] = []  # of forwards with a gradient: (tokens whose own choice was another set, tokens)
         config = model.config.get_text_config()
         self.layers, self.path = config.num_hidden_layers, config.name_or_path
@@ -70,6 +74,9 @@ class Replay:
                 assert found, name
                 self.experts, self.top_k = module.num_experts, module.top_k
                 module.forward = partial(self.route, module, int(found[1]), module.forward)
+
+    def see(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.rows = kwargs["packing"].routing if "packing" in kwargs else None
 
     def route(self, router: Any, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(router logits, weights (T, top_k), experts (T, top_k))"""
@@ -97,6 +104,6 @@ class Replay:
         for b in batches:
             if b.samples and b.routing is None:
                 raise ValueError("with rollout.routing_replay every sample needs its rollout_routed_experts (see Sample.append_tokens)")
-            if b.routing is not None and (b.routing.shape[1:] != (self.layers, self.top_k) or int(b.routing.max()) >= self.experts):
+            if b.routing is not None and self.experts and (b.routing.shape[1:] != (self.layers, self.top_k) or int(b.routing.max()) >= self.experts):
                 got = f"experts up to {int(b.routing.max())} in the shape {tuple(b.routing.shape[1:])}"
                 raise ValueError(f"{got} were recorded; {self.path} has {self.experts}, and (layers, top_k) {(self.layers, self.top_k)}")
