@@ -146,6 +146,10 @@ class RewardConfig(Section):
     post_process: str | None = Field(None, description="plug-in: a step's rewards -> (raw rewards, advantages), in place of the estimator")
     on_error: Literal["raise", "skip"] = Field("raise", description="skip: drop and count a group with a failing reward, take another")
     timeout: float = Field(60, gt=0, description="seconds a reward call may take")
+    overlong_buffer_len: int = Field(
+        0, ge=0, description="DAPO's soft punishment: over the last so many tokens below rollout.max_response_len the reward falls; 0: off"
+    )
+    overlong_penalty_factor: float = Field(1.0, gt=0, description="by how much it has fallen at the limit")
 
     @model_validator(mode="after")
     def _pattern(self) -> RewardConfig:
@@ -157,13 +161,24 @@ class RewardConfig(Section):
 class AlgoConfig(Section):
     """Advantage and policy loss (names of slime)."""
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    normalize_std: bool = Field(True, description="divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
+    advantage_estimator: Literal["grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
+        "grpo", description="what a reward is compared with; remax samples one more response of each prompt, greedily: docs/algorithms.md"
+    )
+    policy_loss: Literal["ppo", "gspo", "cispo", "gpg"] = Field(
+        "ppo", description="ppo: ratios per token; gspo: per sample; cispo: clipped ratios as weights; gpg: no ratio"
+    )
+    normalize_std: bool = Field(True, description="of grpo: divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
+    normalize_advantages: bool | None = Field(
+        None, description="whiten over all trained tokens of the step; unset: for reinforce_plus_plus and its baseline form"
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="of reinforce_plus_plus: discount per token")
+    kl_coef: float = Field(0.0, ge=0, description="KL to the reference (of kl_loss_type) taken from each token's reward")
+    overlong_filter: bool = Field(False, description="samples cut off at their length limit stay in the baseline, but are not trained")
     eps_clip: float = Field(0.2, ge=0, description="PPO clip, lower side")
     eps_clip_high: float | None = Field(None, ge=0, description="upper side; unset: the same as eps_clip")
     eps_clip_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; unset: off")
     kl_loss_coef: float = Field(0.0, ge=0, description="KL to the reference in the loss; 0 loads no reference")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k3"
     entropy_coef: float = Field(0.0, description="entropy bonus")
     ref_model: str | None = Field(None, description="reference model folder; unset: model")
     correction: Literal["none", "tis", "icepop", "rollout_logprobs"] = Field(
@@ -177,6 +192,11 @@ class AlgoConfig(Section):
     )
     use_opsm: bool = Field(False, description="off-policy sequence masking: drop samples with a negative advantage that have drifted")
     opsm_delta: float = Field(1e-4, ge=0, description="mean old - new logprob from which such a sample is dropped")
+    rejection: Literal["seq_sum_k1", "seq_mean_k1", "seq_sum_k2", "seq_mean_k2", "seq_max_k2", "seq_sum_k3", "seq_mean_k3", "seq_max_k3"] | None = (
+        Field(None, description="drop samples whose sampled logprobs are too far from the trainer's: verl's rollout_rs")
+    )
+    rejection_high: float | None = Field(None, gt=0, description="of k1 the largest ratio that is kept, of k2 and k3 the largest divergence")
+    rejection_low: float | None = Field(None, ge=0, description="of k1 the smallest ratio that is kept; unset: 1 / rejection_high")
     custom_advantage: str | None = Field(None, description="dotted path: (args, rollout_data) -> None, fills in advantages per token")
 
     @model_validator(mode="after")
@@ -186,6 +206,27 @@ class AlgoConfig(Section):
         if (low := self.tis_low) > self.tis_clip:
             raise ValueError(f"tis_clip_low {low} is above tis_clip {self.tis_clip}")
         return self
+
+    @property
+    def whitened(self) -> bool:
+        """Whether advantages are whitened over the step."""
+        auto = self.advantage_estimator.startswith("reinforce_plus_plus")
+        return auto if self.normalize_advantages is None else self.normalize_advantages
+
+    @property
+    def per_token(self) -> bool:
+        """Whether a sample's tokens have advantages of their own, or such that depend on other samples' tokens."""
+        return self.whitened or self.kl_coef > 0 or self.gamma != 1
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0 or self.kl_loss_coef > 0
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """In force where `rejection` is set."""
+        high = self.rejection_high or 1.0
+        return 1 / high if self.rejection_low is None else self.rejection_low, high
 
     @property
     def tis_low(self) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vime import rules
+
 if TYPE_CHECKING:
     from vime.config import Config
 
@@ -17,8 +19,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    if cfg.algo.advantage_estimator == "grpo" and cfg.rollout.n_samples_per_prompt == 1:
-        faults.append("GRPO needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
+    faults += rules.algo(cfg)
     r, t = cfg.rollout, cfg.train
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
@@ -36,8 +37,6 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
     if cfg.weights.delta_full_every and not cfg.weights.delta:
         faults.append("weights.delta_full_every has no meaning without weights.delta: every version is published whole")
-    if cfg.loss.custom and (corrected or cfg.algo.use_opsm or cfg.loss.custom_reducer):
-        faults.append("loss.custom takes the place of the policy loss: leave out algo.correction, custom_tis, use_opsm and loss.custom_reducer")
     if cfg.engine and r.num_engines > 1:
         faults.append(f"rollout.num_engines = {r.num_engines} and {len(cfg.engine)} [[engine]] tables: leave one of them out")
     for i, table in enumerate(cfg.engine):

@@ -194,6 +194,7 @@ FLAT = {
     "adam_beta2": "train.adam_beta2", "clip_grad": "train.clip_grad", "max_tokens_per_gpu": "train.max_tokens_per_gpu",
     "advantage_estimator": "algo.advantage_estimator", "grpo_std_normalization": "algo.normalize_std", "eps_clip": "algo.eps_clip",
     "eps_clip_c": "algo.eps_clip_c", "kl_loss_coef": "algo.kl_loss_coef",
+    "kl_coef": "algo.kl_coef", "gamma": "algo.gamma", "normalize_advantages": "algo.whitened",
     "kl_loss_type": "algo.kl_loss_type", "tis_clip": "algo.tis_clip", "tis_clip_low": "algo.tis_low", "use_opsm": "algo.use_opsm",
     "opsm_delta": "algo.opsm_delta", "entropy_coef": "algo.entropy_coef", "ref_load": "algo.ref_model", "save_interval": "checkpoint.interval",
 }  # fmt: skip

@@ -7,6 +7,7 @@ import io
 import math
 from array import array
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import accumulate, chain
@@ -96,6 +97,7 @@ class Sample:
     train_metadata: dict[str, Any] | None = None
     non_generation_time: float = 0.0  # seconds in tools and environments
     part: int = 0  # position among the samples of one rollout; the worker counts
+    greedy: bool = False  # remax: the most likely response, only its reward matters
 
     @property
     def prompt_length(self) -> int:
@@ -260,6 +262,13 @@ class Sample:
     def get_reward_value(self, args: Any) -> float:
         return self.reward_value(args.reward_key)
 
+    def greedy_twin(self) -> Sample:
+        """A sample of the same prompt that is generated greedily, scored, and not trained."""
+        keep = ("group_index", "prompt", "label", "metadata", "session_id", "generate_function_path", "custom_rm_path")
+        at, tokens = -1 - self.index, self.tokens[: self.prompt_length]
+        same = {name: deepcopy(getattr(self, name)) for name in keep}
+        return Sample(index=at, rollout_id=at, tokens=tokens, remove_sample=True, greedy=True, **same)
+
     def to_dict(self) -> dict[str, Any]:
         """Of plain JSON types; the experts are base64 text."""
         plain = {k: list(v) if isinstance(v, array) else v for k, v in asdict(self).items()}
@@ -300,6 +309,7 @@ class SampleMeta:
     status: Status
     removed: bool
     versions: tuple[int, ...]
+    greedy: bool = False
 
 
 def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
@@ -308,4 +318,5 @@ def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
     rollout = s.index if s.rollout_id is None else s.rollout_id
     trained = 0 if s.remove_sample else sum(s.loss_mask)
     lengths = (s.prompt_length, s.response_length, trained)
-    return SampleMeta(s.uid, s.group_index, rollout, *lengths, s.reward_value(reward_key), s.status, s.remove_sample, tuple(s.weight_versions))
+    reward, versions = s.reward_value(reward_key), tuple(s.weight_versions)
+    return SampleMeta(s.uid, s.group_index, rollout, *lengths, reward, s.status, s.remove_sample, versions, s.greedy)

@@ -28,7 +28,7 @@ from vime.rollout.engine import claim_port, on_cpu
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
-from vime.trainer.advantage import grpo
+from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 from vime.weights import server_dtype
 
@@ -82,7 +82,7 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         if cfg.rollout.routing_replay:
             from vime.trainer.routing import check_model  # torch takes seconds to import
 
-            for path in {cfg.model, (cfg.algo.kl_loss_coef > 0 and cfg.algo.ref_model) or cfg.model}:
+            for path in {cfg.model, (cfg.algo.needs_reference and cfg.algo.ref_model) or cfg.model}:
                 attempt("rollout.routing_replay: ", check_model, path)
     for key, first, n in (("vllm.port", cfg.vllm.get("port"), len(cfg.servers)), ("router.port", cfg.router.get("port"), 1)):
         for port in range(first, first + n) if first else ():
@@ -270,8 +270,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 if cfg.reward.post_process:
                     metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)
                 else:
-                    rewards_, groups_, rollouts_ = zip(*((m.reward, m.group_index, m.rollout_id) for m in metas), strict=True)
-                    advantages = grpo(rewards_, groups_, rollouts_, cfg.algo.normalize_std).tolist()
+                    metas, advantages = estimate(metas, cfg)
                 stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
                 t2 = time.monotonic()
 

@@ -68,3 +68,7 @@ async def ranks(args, samples):
 
 def by_part(args, sample):
     return float(sample.part)
+
+
+async def plain(args, sample, sampling_params):
+    return await generate(args, sample, sampling_params)

@@ -10,7 +10,7 @@ from tests.integration.test_trainer import close, compare, everything, plain_log
 from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError
 from vime.sample import meta_of
-from vime.trainer.advantage import grpo
+from vime.trainer.advantage import estimate, grpo
 from vime.trainer.batch import plan
 from vime.trainer.packing import pack
 
@@ -81,9 +81,8 @@ def no_keywords(args, pg_loss):
 
 def naive(folder, cfg, batch, token_loss):
     """(loss, gradients) of sum over samples of weight * token_loss(item, sample, lp, keep), from plain forwards with the plain model."""
-    metas = [meta_of(s) for g in batch for s in g]
     samples = {s.index: s for g in batch for s in g}
-    items = plan(metas, grpo([m.reward for m in metas], [m.group_index for m in metas], [m.rollout_id for m in metas]), cfg, 1)[0].minibatches[0]
+    items = plan(*estimate([meta_of(s) for g in batch for s in g], cfg), cfg, 1)[0].minibatches[0]
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total = torch.zeros(())
     for i in items:

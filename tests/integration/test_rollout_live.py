@@ -59,6 +59,22 @@ def test_greedy_evaluation_of_a_group(stack: Stack) -> None:
     assert len({tuple(s.tokens) for s in samples}) == 1 and samples[0].response_length <= 5
 
 
+def test_remax_samples_one_more_greedily(stack: Stack) -> None:
+    """It is the response of greedy evaluation, is scored, and not trained; also where a plug-in generates."""
+    algo = {"advantage_estimator": "remax"}
+    greedy_eval = {"temperature": 0.0, "datasets": [{"name": "a", "prompts": "-"}]}
+    ((_, (best,)),) = run(stack.worker(eval=greedy_eval), group(1), version=stack.version, evaluation="a")
+    for custom in (None, "tests.integration.plugins:plain"):
+        given = group(3)
+        ((report, samples),) = run(stack.worker(algo=algo, rollout={"temperature": 2.0, "custom_generate": custom}), given, version=stack.version)
+        assert [s.greedy for s in samples] == [False, False, False, True] == [m.greedy for m in report.metas]
+        assert samples[3].tokens == best.tokens and len(given) == 3
+        assert report.metas[3].reward == samples[3].response_length and report.metas[3].trained_tokens == 0 < report.metas[0].trained_tokens
+        assert len({m.index for m in report.metas}) == 4
+    ((_, samples),) = run(stack.worker(algo=algo, eval=greedy_eval), group(2), version=stack.version, evaluation="a")
+    assert len(samples) == 2, "an evaluation has no use for a baseline"
+
+
 def test_custom_generate_with_tool_tokens(stack: Stack) -> None:
     worker = stack.worker(rollout={"custom_generate": "tests.integration.plugins:twice"})
     ((report, samples),) = run(worker, group(3), version=stack.version)

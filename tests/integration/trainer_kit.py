@@ -17,7 +17,7 @@ from vime import config
 from vime.config import Config
 from vime.procs import free_port
 from vime.sample import Sample, meta_of
-from vime.trainer.advantage import grpo
+from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 from vime.trainer.engine import Trainer
 
@@ -69,8 +69,7 @@ def train_once(trainer: Trainer, cfg: Config, step: int, batch: list[list[Sample
     """What the controller and one rank do in a step, with samples of the newest weights."""
     for s in (s for g in batch for s in g):
         s.token_versions = [step - 1 if v >= 0 else v for v in s.token_versions]
-    metas = [meta_of(s) for g in batch for s in g]
-    advantages = grpo([m.reward for m in metas], [m.group_index for m in metas], [m.rollout_id for m in metas])
+    metas, advantages = estimate([meta_of(s) for g in batch for s in g], cfg)
     return trainer.train(step, plan(metas, advantages, cfg, trainer.world)[trainer.rank], *batch)
 
 

@@ -52,12 +52,29 @@ def test_missing_keys(tmp_path: Path) -> None:
     [
         (["train.global_batch_size=7"], "does not divide rollout.batch_size x n_samples_per_prompt = 64"),
         (["parallel.fsdp=3"], "parallel.fsdp 3 does not divide"),
-        (["rollout.n_samples_per_prompt=1"], "GRPO needs"),
+        (["rollout.n_samples_per_prompt=1"], "grpo needs"),
         (["rollout.max_response_len=9", "rollout.max_context_len=9"], "leaves no room for a prompt"),
         (["train.max_staleness=1"], 'max_staleness 1 trains on samples of older weights: set algo.correction = "tis"'),
         (["algo.correction=tis", "algo.custom_tis=m:f"], "custom_tis takes the place of correction = 'tis'"),
         (["algo.correction=icepop", "algo.tis_clip=0.4"], "tis_clip_low 0.5 is above tis_clip 0.4"),
         (["algo.use_opsm=true", "loss.custom=m:f"], "loss.custom takes the place of the policy loss"),
+        (["algo.policy_loss=gspo", "loss.custom=m:f"], "loss.custom takes the place of the policy loss"),
+        (["algo.kl_coef=0.1", "algo.kl_loss_coef=0.1"], "would charge the KL twice"),
+        (["algo.gamma=0.9"], "gamma 0.9 discounts along the tokens, where grpo compares whole responses"),
+        (["algo.advantage_estimator=opo", "rollout.n_samples_per_prompt=1"], "opo needs rollout.n_samples_per_prompt >= 2"),
+        (["algo.advantage_estimator=rloo", "algo.normalize_std=false"], "normalize_std is a switch of grpo"),
+        (["algo.policy_loss=cispo", "algo.eps_clip_c=3"], "eps_clip_c bounds a clipped surrogate"),
+        (["algo.policy_loss=gpg", "algo.correction=rollout_logprobs"], "nothing corrects for"),
+        (["algo.custom_advantage=m:f", "algo.kl_coef=0.1"], "custom_advantage sets every token's advantage"),
+        (["algo.rejection=seq_mean_k3"], "needs rejection_high"),
+        (["algo.rejection_high=2"], "algo.rejection, which is unset"),
+        (["algo.rejection=seq_mean_k3", "algo.rejection_high=2", "algo.rejection_low=1"], "rejection_low bounds ratios"),
+        (["algo.rejection=seq_sum_k1", "algo.rejection_high=2", "algo.rejection_low=3"], "every sample would be dropped"),
+        (["algo.rejection=seq_sum_k1", "algo.rejection_high=0.5"], "rejection_low 2 is above rejection_high 0.5"),
+        (["reward.post_process=m:f", "algo.overlong_filter=true"], "reward.post_process turns rewards into numbers itself"),
+        (["algo.advantage_estimator=remax", "rollout.function=m:f"], "nothing samples the greedy ones"),
+        (["reward.overlong_penalty_factor=2"], "has no meaning without reward.overlong_buffer_len"),
+        (["reward.overlong_buffer_len=300"], "overlong_buffer_len 300 is longer than rollout.max_response_len 256"),
         (["eval.datasets=[{name='a/b', prompts='p'}]"], "eval.datasets.0.name"),
         (["reward.function=regex"], "needs reward.pattern"),
         (["train"], "not of the form"),
@@ -79,6 +96,13 @@ def test_missing_keys(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_together(tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(VimeError, match=said):
         config.load(write(tmp_path, "seed = 1"), overrides)
+
+
+def test_rejection_bounds() -> None:
+    """Ratios are bounded on both sides, divergences from above, however small the bound."""
+    k1 = config.validate(BASE | {"algo": {"rejection": "seq_mean_k1", "rejection_high": 2.0}}, "t").algo
+    assert k1.rejection_bounds == (0.5, 2.0)
+    assert config.validate(BASE | {"algo": {"rejection": "seq_mean_k3", "rejection_high": 0.01}}, "t").algo.rejection_bounds[1] == 0.01
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,13 @@ class Running:
 running: ContextVar[Running] = ContextVar("running")
 
 
-def sampling_params(cfg: Config | Args, evaluation: str = "") -> dict[str, Any]:
+def sampling_params(cfg: Config | Args, evaluation: str = "", greedy: bool = False) -> dict[str, Any]:
     """vLLM's sampling parameters of this run, or of its eval dataset of that name, for one sample without a prompt;
-    `max_tokens` shrinks where the context does not fit."""
+    `max_tokens` shrinks where the context does not fit. greedy: the most likely tokens instead."""
     r = cfg.rollout
     given = {d.name: d for d in cfg.eval.datasets}[evaluation] if evaluation else r
     params: dict[str, Any] = {
-        "temperature": given.temperature,
+        "temperature": 0.0 if greedy else given.temperature,
         "top_p": r.top_p if given.top_p is None else given.top_p,
         "top_k": r.top_k if given.top_k is None else given.top_k,
         "max_tokens": given.max_response_len or r.max_response_len,

@@ -80,6 +80,8 @@ class RolloutWorker:
         """
         report, stop = GroupReport(samples[0].group_index), self._stop(wave)
         held = copy.deepcopy(samples)
+        if self.cfg.algo.advantage_estimator == "remax" and not evaluation and not any(s.greedy for s in held):
+            held.append(held[0].greedy_twin())
         if self.cfg.rollout.mask_offpolicy_prefix:
             for s in held:
                 s.loss_mask = [m if v >= version else 0 for m, v in zip(s.loss_mask, s.token_versions)]
@@ -113,7 +115,7 @@ class RolloutWorker:
             if await self._or_stop(self._score_all(done), stop) is None:
                 report.interrupted = True
                 return
-            report.dropped, report.spare = filters.verdict(keep, self.args, done)
+            report.dropped, report.spare = filters.verdict(keep, self.args, [s for s in done if not s.greedy])
             report.metas = [] if report.dropped and not report.spare else [meta_of(s, self.cfg.reward.key) for s in done]
         except RewardError as e:
             if self.cfg.reward.on_error == "raise":
@@ -122,7 +124,7 @@ class RolloutWorker:
 
     async def _generate_until(self, samples: list[Sample], version: int, evaluation: str, report: GroupReport, stop: asyncio.Event) -> list[Sample]:
         """Generate the group, redoing what fails, until every sample is finished, or `stop` is set."""
-        params = sampling_params(self.cfg, evaluation)
+        params = [sampling_params(self.cfg, evaluation, greedy) for greedy in (False, True)]
         limit = self.cfg.rollout.request_timeout
         give_up, wait, last = time.monotonic() + limit, BACKOFF[0], "no answer"
         link.set(Link(self.client, self.slots, stop))
@@ -152,19 +154,20 @@ class RolloutWorker:
             wait = min(2 * wait, BACKOFF[1])
         return samples
 
-    async def _generate(self, samples: list[Sample], params: dict[str, Any], evaluation: str) -> list[Sample]:
-        """The group's continuation, in order; `samples` stay as they are. A plug-in may make several samples of one: where one of these is
-        not finished, the rollout starts again from the sample it was given."""
+    async def _generate(self, samples: list[Sample], params: list[dict[str, Any]], evaluation: str) -> list[Sample]:
+        """The group's continuation, in order; `samples` stay as they are. `params` are those of ordinary samples and of greedy ones. A plug-in
+        may make several samples of one: where one of these is not finished, the rollout starts again from the sample it was given."""
         work = copy.deepcopy(samples)
         custom = {i: s.generate_function_path or self.cfg.rollout.custom_generate for i, s in enumerate(work) if not finished(s)}
-        await generate_group([work[i] for i, path in custom.items() if not path], self.cfg, params)
-        calls = {i: self._custom(path, work[i], params, evaluation) for i, path in custom.items() if path}
+        plain = [[work[i] for i, path in custom.items() if not path and work[i].greedy is greedy] for greedy in (False, True)]
+        await all_of(*(generate_group(part, self.cfg, p) for part, p in zip(plain, params)))
+        calls = {i: self._custom(path, work[i], params[work[i].greedy], evaluation) for i, path in custom.items() if path}
         done = dict(zip(calls, await all_of(*calls.values())))
         done = {i: out if len(out) == 1 or all(map(finished, out)) else [samples[i]] for i, out in done.items()}
         return [s for i, given in enumerate(work) for s in done.get(i, [given])]
 
     async def _custom(self, path: str, sample: Sample, params: dict[str, Any], evaluation: str) -> list[Sample]:
-        index, group = sample.index, sample.group_index
+        index, group, greedy = sample.index, sample.group_index, sample.greedy
         rollout = index if sample.rollout_id is None else sample.rollout_id
         now = Running(self.args, sample.session_id or f"group-{group}")
         running.set(now)  # of this task alone: all_of gives each call one
@@ -178,7 +181,8 @@ class RolloutWorker:
                 s.make_plain()
                 if s.status is Status.PENDING:
                     raise ValueError("it returned a sample that is still pending: set its status, ABORTED where it is to be continued")
-                s.index, s.group_index, s.rollout_id, s.part = index, group, rollout, part
+                s.index, s.group_index, s.rollout_id, s.part, s.greedy = index, group, rollout, part, greedy
+                s.remove_sample |= greedy
                 s.loss_mask = s.loss_mask or [1] * s.response_length  # unset: all of it is the model's, as in slime
                 if now.versions:  # a plug-in may not know who sampled its tokens: of those that can be it, the oldest is on the safe side
                     known = s.token_versions or [-1] * s.response_length

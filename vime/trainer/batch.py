@@ -63,7 +63,7 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
     rollouts = list(dict.fromkeys(m.rollout_id for m in metas))
     size = cfg.train.global_batch_size or max(len(rollouts), 1)
     own = cfg.algo.custom_tis or cfg.algo.custom_advantage or cfg.loss.custom or cfg.loss.custom_reducer
-    flat = cfg.train.skip_zero_advantage and cfg.algo.kl_loss_coef == 0 and cfg.algo.entropy_coef == 0 and not own
+    flat = cfg.train.skip_zero_advantage and not (cfg.algo.kl_loss_coef or cfg.algo.entropy_coef or cfg.algo.per_token or own)
     steps: list[list[list[list[Item]]]] = [[] for _ in range(world)]
     scales: list[float] = []
     skipped = 0

@@ -23,9 +23,10 @@ from vime.errors import VimeError
 from vime.sample import Sample
 from vime.trainer import custom, state
 from vime.trainer.batch import Item, RankPlan
-from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss
+from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
+from vime.trainer.returns import per_token
 from vime.trainer.routing import Replay
 from vime.weights import Canary, Published, location
 from vime.weights.publish import Publisher, canary_tokens
@@ -48,7 +49,7 @@ CORRECTION = ("tis", "tis_clipfrac", "tis_abs")
 SUMS = (
     *("weight", "loss", "pg_loss", "pg_clipfrac", "ppo_kl", "ppo_abs_kl", "entropy", "kl_loss"),
     *CORRECTION,
-    *("opsm_clipfrac", "tokens", "logprob_abs_diff"),
+    *("opsm_clipfrac", "rejected", "tokens", "logprob_abs_diff"),
 )
 
 
@@ -92,7 +93,7 @@ class Trainer:
         train = cfg.train
         self.model = load_model(Path(folder) / "hf" if folder else self.source, train.dtype, self.device, train.gradient_checkpointing)
         self.heads = {self.model: Head(self.model, cfg.model)}
-        if cfg.algo.kl_loss_coef > 0:
+        if cfg.algo.needs_reference:
             path = cfg.algo.ref_model or cfg.model
             self.reference = load_model(path, train.dtype, self.device).requires_grad_(False)
             self.heads[self.reference] = Head(self.reference, path)
@@ -134,7 +135,8 @@ class Trainer:
         agree(error)  # peers must not enter the first collective without this rank
         batches, self.own = [b for mini in steps for b in mini], Counter()
         # Later steps are off-policy: what they started from must be known before the first update, unless the sampled logprobs stand for it.
-        recompute = (len(steps) > 1 and self.cfg.algo.correction != "rollout_logprobs") or "algo.custom_advantage" in self.custom
+        algo, sampled = self.cfg.algo, self.cfg.algo.correction == "rollout_logprobs"
+        recompute = (not sampled and (len(steps) > 1 or algo.kl_coef > 0)) or "algo.custom_advantage" in self.custom
         for batch in batches:
             if self.reference is not None:
                 batch.ref = self.log_probs(self.reference, batch)
@@ -146,6 +148,10 @@ class Trainer:
             except VimeError as e:
                 error = e
             agree(error)
+        shaped = {}
+        if algo.per_token:
+            policy = [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches]
+            shaped = per_token(algo, batches, policy, self.device)
         rate = learning_rate(step, self.cfg.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -163,7 +169,7 @@ class Trainer:
             dist.all_reduce(t, op)
         forwarded, lag, flips, routed = counts.tolist()
         seconds = time.monotonic() - start
-        out = self.summary(sums, norms)
+        out = self.summary(sums, norms) | shaped
         if tokens := out["train/trained_tokens"]:
             out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
         out |= {"train/routing_flips": flips / routed} if routed else {}
@@ -197,7 +203,7 @@ class Trainer:
             algo = self.cfg.algo
             shown = ["pg_clipfrac", "ppo_kl", "entropy", "kl_loss"]
             shown += CORRECTION if algo.correction in ("tis", "icepop") else ()
-            shown += ["opsm_clipfrac"] if algo.use_opsm else []
+            shown += ["opsm_clipfrac"] * algo.use_opsm + ["rejected"] * bool(algo.rejection)
             out |= {f"train/{k}": row[k] / (row["weight"] or 1.0) for k in shown}
             out["train/logprob_abs_diff"] = row["logprob_abs_diff"] / row["tokens"]
         if first["tokens"]:
@@ -230,25 +236,29 @@ class Trainer:
         RankPlan.scales of its step."""
         cfg, algo, own = self.cfg, self.cfg.algo, self.custom
         high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
+        lengths = [sum(s.loss_mask) for s in batch.samples]  # for what sees samples, not tokens: then loss_of gets all of them at once
 
         def loss_of(lp: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
             rollout, weight, advantages = batch.rollout_log_probs[part], batch.weights[part], batch.advantages[part]
             train = lp.detach() if batch.old is None else batch.old[part]
             old = rollout if algo.correction == "rollout_logprobs" else train
-            pg, clipped = policy_loss(lp, old, advantages, algo.eps_clip, high, algo.eps_clip_c)
+            pg, clipped = policy_loss(lp, old, advantages, algo.eps_clip, high, algo.eps_clip_c, algo.policy_loss, lengths)
             one = torch.ones_like(rollout)
-            ratio = corrected = kept = one
+            ratio = corrected = kept = near = one
+            if algo.rejection:
+                near = rejection_mask(train, rollout, lengths, algo.rejection, *algo.rejection_bounds)
             if algo.use_opsm:
-                kept = opsm_mask(lp, old, advantages, [sum(s.loss_mask) for s in batch.samples], algo.opsm_delta)
+                kept = opsm_mask(lp, old, advantages, lengths, algo.opsm_delta)
                 pg = pg * kept
             if algo.correction in ("tis", "icepop"):
                 corrected, ratio = importance_weights(train, rollout, algo.correction, algo.tis_low, algo.tis_clip)
                 pg = pg * corrected
-            left = one
+            left = near
             if fn := own.get("algo.custom_tis"):
-                pg, left, metrics = custom.tis(fn, self.args, batch, pg, train)
+                pg, masks, metrics = custom.tis(fn, self.args, batch, pg, train)
                 self.own.update({k: float((v * weight).sum()) for k, v in metrics.items()})
-                weight = weight * left
+                left = left * masks
+            weight = weight * left
             kl_loss = torch.zeros_like(pg) if batch.ref is None else kl(lp, batch.ref[part], algo.kl_loss_type)
             rest = algo.kl_loss_coef * kl_loss - algo.entropy_coef * entropy
             if fn := own.get("loss.custom_reducer"):
@@ -261,11 +271,12 @@ class Trainer:
                 total[0] += batch.weights[part].sum()
                 each = [clipped, off, off.abs(), entropy, kl_loss, ratio, (corrected != ratio).float(), (ratio - 1).abs(), 1 - kept]
                 means = torch.stack(each).double() @ weight.double()
-                total[1:] += torch.cat([torch.stack([loss, pg_loss]), means, torch.stack([(weight >= 0).sum(), diff.sum()])])
+                rest_of = [((1 - near) * batch.weights[part]).sum(), (weight >= 0).sum(), diff.sum()]
+                total[1:] += torch.cat([torch.stack([loss, pg_loss]), means, torch.stack(rest_of)])
                 worst.copy_(torch.maximum(worst, diff.max()))
             return loss
 
-        whole = algo.use_opsm or bool(own)  # they see samples, not tokens
+        whole = algo.use_opsm or algo.policy_loss == "gspo" or bool(algo.rejection or own)
 
         def job(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             args = (hidden, weight, batch.labels, cfg.rollout.temperature, cfg.train.logprob_chunk, loss_of, algo.entropy_coef != 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,74 @@ Support = tuple[Tensor, Tensor]  # ids (K,) and offsets (N + 1,), int64: token i
 
 
 def policy_loss(
-    log_probs: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+    log_probs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    kind: str = "ppo",
+    lengths: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate per token. `log_probs` (float32, of the policy being trained; gradients flow through them only), `old`
-    (before the update) and `advantages` have one shape.
+    """Policy-gradient loss per token. `log_probs` (float32, of the policy being trained; gradients flow through them only), `old` (before
+    the update) and `advantages` have one shape, (N,) for gspo, which also needs `lengths`: the tokens of each sample, one after another.
 
-    The ratio is clipped to [1 - clip_low, 1 + clip_high]. Where the advantage is negative the loss is at most -dual_clip * advantage.
-    Returns: loss per token, and 1.0 where the clipped branch was taken (no gradient), both of that shape.
+    kind "ppo": the clipped surrogate; the ratio is held to [1 - clip_low, 1 + clip_high]. "gspo": the same with the sample's geometric
+    mean of ratios, whose gradient falls on each token alike (arXiv:2507.18071, GSPO-token form). In both, where the advantage is negative
+    the loss is at most -dual_clip * advantage. "cispo": -ratio * advantage * log_prob, the ratio held to the same bounds and without a
+    gradient, so that no token loses its own (arXiv:2506.13585). "gpg": -advantage * log_prob (arXiv:2504.02546).
+    Returns: loss per token, and 1.0 where a bound was active, both of that shape.
     """
-    ratio = (log_probs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    if kind == "gpg":
+        return -advantages * log_probs, torch.zeros_like(log_probs)
+    log_ratio = log_probs - old
+    if kind == "gspo":
+        log_ratio = of_samples(log_ratio.detach(), lengths) + (log_probs - log_probs.detach())
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    held = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if kind == "cispo":
+        return -held.detach() * advantages * log_probs, (held != ratio).float()
+    plain, clipped = -ratio * advantages, -held * advantages
     loss = torch.maximum(plain, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(-dual_clip * advantages, loss), loss)
     return loss, (clipped > plain).float()
+
+
+def of_samples(x: Tensor, lengths: Sequence[int], how: str = "mean") -> Tensor:
+    """Each sample's mean, sum or maximum of `x` (N,), repeated for its tokens. The samples lie one after another, `lengths` tokens each;
+    a micro-batch holds whole samples, so no split of a batch changes it."""
+    n = torch.tensor(lengths, device=x.device, dtype=torch.int64)
+    sample = torch.repeat_interleave(torch.arange(len(n), device=x.device), n)
+    if how == "max":
+        return x.new_full((len(n),), -torch.inf).scatter_reduce(0, sample, x, "amax")[sample]
+    total = x.new_zeros(len(n)).index_add_(0, sample, x)
+    return (total / n.clamp(min=1) if how == "mean" else total)[sample]
+
+
+def rejection_mask(old: Tensor, rollout: Tensor, lengths: Sequence[int], kind: str, low: float, high: float) -> Tensor:
+    """1.0 for tokens of samples that are kept, 0.0 for those of samples whose tokens' logprobs by trainer (`old`) and servers (`rollout`) are
+    too far apart, all (N,) float32, `lengths` as of_samples.
+
+    kind (of verl's rollout_rs): seq_{sum,mean,max}_{k1,k2,k3}, the sample's sum, mean or maximum over d = old - rollout: with k1 of d, and its
+    exp must lie in [low, high]; k2 of d^2 / 2, k3 of exp(d) - 1 - d, which must not be above `high`.
+    """
+    _, how, divergence = kind.split("_")
+    d = (old - rollout).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if divergence == "k1":
+        ratio = of_samples(d, lengths, how).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        return ((ratio >= low) & (ratio <= high)).float()
+    return (of_samples(d * d / 2 if divergence == "k2" else d.exp() - 1 - d, lengths, how) <= high).float()
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """A critic's loss per token: half the squared error, the larger one of that and of the value held within `clip` of the old one (None:
+    unclipped). All of one shape, float32; gradients flow through `values`. Returns: loss, and 1.0 where the clipped one was larger."""
+    plain = (values - returns) ** 2
+    if clip is None:
+        return plain / 2, torch.zeros_like(values)
+    clipped = (torch.minimum(torch.maximum(values, old_values - clip), old_values + clip) - returns) ** 2
+    return torch.maximum(plain, clipped) / 2, (clipped > plain).float()
 
 
 def importance_weights(old: Tensor, rollout: Tensor, kind: str, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -43,21 +97,22 @@ def importance_weights(old: Tensor, rollout: Tensor, kind: str, low: float, high
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0), ratio
 
 
-def opsm_mask(log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: list[int], delta: float) -> Tensor:
+def opsm_mask(log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: Sequence[int], delta: float) -> Tensor:
     """Off-policy sequence masking (DeepSeek-V3.2, with slime's estimate): 0.0 for tokens with a negative advantage in samples whose
-    mean of old - log_probs is above `delta`, 1.0 for others. All (N,) float32, samples one after another; `lengths`: trained tokens of each."""
-    n = torch.tensor(lengths, device=old.device)
-    sample = torch.repeat_interleave(torch.arange(len(lengths), device=old.device), n)
-    drift = old.new_zeros(len(lengths)).index_add_(0, sample, (old - log_probs).detach()) / n.clamp(min=1)
-    return 1.0 - ((advantages < 0) & (drift > delta)[sample]).float()
+    mean of old - log_probs is above `delta`, 1.0 for others. All (N,) float32, `lengths` as of_samples."""
+    drift = of_samples((old - log_probs).detach(), lengths)
+    return 1.0 - ((advantages < 0) & (drift > delta)).float()
 
 
 def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the sampled tokens' logprobs (same shapes); differentiable in `log_probs`.
 
-    kind: "k1" = d, "k2" = d^2 / 2, "k3" = exp(-d) - 1 + d with d = log_probs - ref; "low_var_kl" = k3 held within +-10.
+    kind: "k1" = d, "k2" = d^2 / 2, "k3" = exp(-d) - 1 + d with d = log_probs - ref; "low_var_kl" = k3 held within +-10; "abs" = |d|,
+    which is no estimate of the KL, but verl has it.
     """
     d = log_probs - ref
+    if kind == "abs":
+        return d.abs()
     if kind == "k1":
         return d
     if kind == "k2":

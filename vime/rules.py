@@ -1,0 +1,51 @@
+"""Which settings make no sense together, and why: asked before anything starts. Config adds its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vime.config import Config
+
+
+def algo(cfg: Config) -> list[str]:
+    """What is wrong with advantages, policy loss and correction: one line per fault."""
+    a, r, reward, loss = cfg.algo, cfg.rollout, cfg.reward, cfg.loss
+    kind, faults = a.advantage_estimator, []
+    if kind not in ("reinforce_plus_plus", "remax") and r.n_samples_per_prompt == 1:
+        faults.append(f"{kind} needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
+    if a.kl_coef and a.kl_loss_coef:
+        faults.append("algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them")
+    if a.gamma != 1 and kind != "reinforce_plus_plus":
+        faults.append(f"algo.gamma {a.gamma} discounts along the tokens, where {kind} compares whole responses: leave it at 1")
+    if not a.normalize_std and kind != "grpo":
+        faults.append(f"algo.normalize_std is a switch of grpo: {kind} divides by no standard deviation of a group")
+    if a.eps_clip_c is not None and a.policy_loss in ("cispo", "gpg"):
+        faults.append(f"algo.eps_clip_c bounds a clipped surrogate, and policy_loss = {a.policy_loss!r} is none: leave it out")
+    if a.policy_loss == "gpg" and a.correction == "rollout_logprobs":
+        faults.append('algo.policy_loss = "gpg" has no ratio, so nothing corrects for old = the sampled logprobs: use correction = "tis" or "icepop"')
+    if a.custom_advantage and (kind != "grpo" or a.per_token):
+        faults.append("algo.custom_advantage sets every token's advantage: leave out advantage_estimator, kl_coef and normalize_advantages")
+    if a.rejection and a.rejection_high is None:
+        faults.append(f"algo.rejection = {a.rejection!r} needs rejection_high, beyond which samples are dropped")
+    if not a.rejection and (a.rejection_high is not None or a.rejection_low is not None):
+        faults.append("algo.rejection_low and rejection_high are the bounds of algo.rejection, which is unset")
+    elif a.rejection and a.rejection_low is not None and not a.rejection.endswith("k1"):
+        faults.append(f"algo.rejection_low bounds ratios, and {a.rejection} is a divergence, of which less is better: leave it out")
+    elif a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None and a.rejection_bounds[0] > a.rejection_high:
+        faults.append(f"algo.rejection_low {a.rejection_bounds[0]:g} is above rejection_high {a.rejection_high:g}: every sample would be dropped")
+    if reward.post_process and (kind in ("rloo", "opo", "remax") or reward.overlong_buffer_len or a.overlong_filter):
+        what = f"advantage_estimator = {kind!r}, overlong_filter and reward.overlong_buffer_len"
+        faults.append(f"reward.post_process turns rewards into numbers itself: leave out {what}")
+    if kind == "remax" and r.function:
+        faults.append("remax: rollout.function generates every sample itself, so nothing samples the greedy ones")
+    if reward.overlong_buffer_len > r.max_response_len:
+        what = f"reward.overlong_buffer_len {reward.overlong_buffer_len} is longer than rollout.max_response_len {r.max_response_len}"
+        faults.append(f"{what}: every response would be punished")
+    if reward.overlong_penalty_factor != 1 and not reward.overlong_buffer_len:
+        faults.append("reward.overlong_penalty_factor has no meaning without reward.overlong_buffer_len: no response is overlong")
+    own = a.correction != "none" or a.custom_tis or a.use_opsm or a.rejection or a.policy_loss != "ppo" or loss.custom_reducer
+    if loss.custom and own:
+        what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"
+        faults.append(f"loss.custom takes the place of the policy loss: leave out {what}")
+    return faults

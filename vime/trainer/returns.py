@@ -1,0 +1,47 @@
+"""Advantages per token: KL in the reward, discounting, and whitening over every trained token of the step, whatever rank holds it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from vime.config import AlgoConfig
+from vime.trainer.advantage import returns, whiten
+from vime.trainer.loss import kl
+from vime.trainer.packing import Pack
+
+
+def per_token(algo: AlgoConfig, batches: list[Pack], policy: list[torch.Tensor], device: torch.device) -> dict[str, float]:
+    """Turn the advantages of this rank's micro-batches, one number a sample, into one a token; `policy` (M,) are the logprobs before the update
+    that the KL is of. A collective; the result does not depend on how samples are dealt to ranks and micro-batches.
+
+    A sample's number is the reward of its last trained token, each trained token costs kl_coef * KL to the reference, and a token's advantage
+    is the discounted sum from it to the end of the response, tokens between that are not trained count as steps without a reward
+    (reinforce_plus_plus_baseline: the number less the token's own KL).
+    Returns: metrics, the same on every rank.
+    """
+    found: list[np.ndarray] = []
+    sums = np.zeros(4)  # trained tokens, their advantages, these squared, their KL
+    for batch, lp in zip(batches, policy, strict=True):
+        number = batch.advantages.double().cpu().numpy()
+        cost = np.zeros(len(number)) if batch.ref is None or not algo.kl_coef else kl(lp, batch.ref, algo.kl_loss_type).double().cpu().numpy()
+        parts, start = [number - algo.kl_coef * cost], 0
+        if algo.advantage_estimator != "reinforce_plus_plus_baseline":
+            parts = []
+            for s in batch.samples:
+                at = np.flatnonzero(s.loss_mask)
+                rewards = np.zeros(s.response_length)
+                rewards[at] = -algo.kl_coef * cost[start : start + len(at)]
+                rewards[at[-1]] += number[start]
+                parts.append(returns(rewards, algo.gamma)[at])
+                start += len(at)
+        found.append(np.concatenate([np.zeros(0), *parts]))
+        sums += len(cost), found[-1].sum(), (found[-1] ** 2).sum(), cost.sum()
+    total = torch.from_numpy(sums).to(device)
+    dist.all_reduce(total)
+    count, mean, squares, costs = total.tolist()
+    for batch, x in zip(batches, found):
+        x = whiten(x, count, mean, squares) if algo.whitened else x
+        batch.advantages = torch.from_numpy(x).to(batch.advantages)
+    return {"train/advantage_mean": mean / max(count, 1), "train/reward_kl": costs / max(count, 1)} if count else {}
