@@ -161,17 +161,26 @@ class RewardConfig(Section):
 class AlgoConfig(Section):
     """Advantage and policy loss (names of slime)."""
 
-    advantage_estimator: Literal["grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
-        "grpo", description="what a reward is compared with; remax samples one more response of each prompt, greedily: docs/algorithms.md"
+    advantage_estimator: Literal[
+        "grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "on_policy_distillation"
+    ] = Field(
+        "grpo",
+        description="what a reward is compared with; remax samples one more response of each prompt, greedily; gae trains a critic (PPO); "
+        "on_policy_distillation takes ref_model for a teacher: docs/algorithms.md",
     )
     policy_loss: Literal["ppo", "gspo", "cispo", "gpg"] = Field(
         "ppo", description="ppo: ratios per token; gspo: per sample; cispo: clipped ratios as weights; gpg: no ratio"
     )
     normalize_std: bool = Field(True, description="of grpo: divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
     normalize_advantages: bool | None = Field(
-        None, description="whiten over all trained tokens of the step; unset: for reinforce_plus_plus and its baseline form"
+        None, description="whiten over all trained tokens of the step; unset: for gae, reinforce_plus_plus and its baseline form"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="of reinforce_plus_plus: discount per token")
+    gamma: float = Field(1.0, gt=0, le=1, description="of gae and reinforce_plus_plus: discount per token")
+    lambd: float = Field(1.0, ge=0, le=1, description="of gae: 1 trusts the rewards that came, 0 the critic")
+    critic_model: str | None = Field(None, description="of gae: folder whose layers the critic starts from; unset: model")
+    critic_lr: float | None = Field(None, gt=0, description="of gae: the critic's learning rate, on train.lr's schedule; unset: train.lr")
+    value_clip: float | None = Field(0.2, gt=0, description="of gae: how far a value may move from the old one before its loss is clipped; unset: off")
+    num_critic_only_steps: int = Field(0, ge=0, description="of gae: first rollout steps that train the critic only")
     kl_coef: float = Field(0.0, ge=0, description="KL to the reference (of kl_loss_type) taken from each token's reward")
     overlong_filter: bool = Field(False, description="samples cut off at their length limit stay in the baseline, but are not trained")
     eps_clip: float = Field(0.2, ge=0, description="PPO clip, lower side")
@@ -210,17 +219,17 @@ class AlgoConfig(Section):
     @property
     def whitened(self) -> bool:
         """Whether advantages are whitened over the step."""
-        auto = self.advantage_estimator.startswith("reinforce_plus_plus")
+        auto = self.advantage_estimator.startswith(("reinforce_plus_plus", "gae"))
         return auto if self.normalize_advantages is None else self.normalize_advantages
 
     @property
     def per_token(self) -> bool:
         """Whether a sample's tokens have advantages of their own, or such that depend on other samples' tokens."""
-        return self.whitened or self.kl_coef > 0 or self.gamma != 1
+        return self.whitened or self.kl_coef > 0 or self.gamma != 1 or self.advantage_estimator in ("gae", "on_policy_distillation")
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_coef > 0 or self.kl_loss_coef > 0
+        return self.kl_coef > 0 or self.kl_loss_coef > 0 or self.advantage_estimator == "on_policy_distillation"
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:

@@ -12,12 +12,23 @@ def algo(cfg: Config) -> list[str]:
     """What is wrong with advantages, policy loss and correction: one line per fault."""
     a, r, reward, loss = cfg.algo, cfg.rollout, cfg.reward, cfg.loss
     kind, faults = a.advantage_estimator, []
-    if kind not in ("reinforce_plus_plus", "remax") and r.n_samples_per_prompt == 1:
+    if kind not in ("reinforce_plus_plus", "remax", "gae", "on_policy_distillation") and r.n_samples_per_prompt == 1:
         faults.append(f"{kind} needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
     if a.kl_coef and a.kl_loss_coef:
         faults.append("algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them")
-    if a.gamma != 1 and kind != "reinforce_plus_plus":
+    if a.gamma != 1 and kind not in ("reinforce_plus_plus", "gae"):
         faults.append(f"algo.gamma {a.gamma} discounts along the tokens, where {kind} compares whole responses: leave it at 1")
+    critic = {"lambd", "critic_model", "critic_lr", "value_clip", "num_critic_only_steps"} & a.model_fields_set
+    if set_ := sorted(k for k in critic if kind != "gae" and getattr(a, k) != type(a).model_fields[k].default):
+        faults.append(f"algo.{set_[0]} is a setting of the critic, which {kind} has not: leave it out, or set algo.advantage_estimator = \"gae\"")
+    if kind == "gae" and a.num_critic_only_steps >= cfg.train.steps:
+        faults.append(f"algo.num_critic_only_steps {a.num_critic_only_steps} leaves none of train.steps = {cfg.train.steps} to train the model in")
+    if kind == "on_policy_distillation":
+        if not a.ref_model:
+            faults.append("on_policy_distillation needs algo.ref_model, the teacher: without one the model would be its own")
+        if a.kl_coef or a.kl_loss_coef or reward.post_process or reward.overlong_buffer_len:
+            what = "algo.kl_coef, kl_loss_coef, reward.post_process and overlong_buffer_len"
+            faults.append(f"on_policy_distillation takes nothing but the KL to the teacher for an advantage: leave out {what}")
     if not a.normalize_std and kind != "grpo":
         faults.append(f"algo.normalize_std is a switch of grpo: {kind} divides by no standard deviation of a group")
     if a.eps_clip_c is not None and a.policy_loss in ("cispo", "gpg"):

@@ -21,6 +21,7 @@ from vime import hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
+from vime.trainer import critic as critics
 from vime.trainer import custom, state
 from vime.trainer.batch import Item, RankPlan
 from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
@@ -42,6 +43,14 @@ def learning_rate(step: int, cfg: TrainConfig) -> float:
     done = min(1.0, (step - start) / max(cfg.steps - start, 1e-9))
     left = 1 - done if cfg.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+
+
+def adamw(model: PreTrainedModel, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of a model; norms and biases don't decay."""
+    params = list(model.parameters())
+    decayed: dict[str, Any] = {"params": [p for p in params if p.ndim > 1]}
+    plain: dict[str, Any] = {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}
+    return torch.optim.AdamW([decayed, plain], lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), weight_decay=cfg.weight_decay, fused=True)
 
 
 # Sums over trained tokens that loss_of() collects; all but the last two are weighted with the loss weights.
@@ -80,6 +89,7 @@ class Trainer:
         self.cfg, self.rank, self.world = cfg, rank, world
         self.address = (master_addr, master_port)
         self.reference: PreTrainedModel | None = None
+        self.critic: critics.Critic | None = None
         self.custom: dict[str, Callable[..., Any]] = {}
         self.own: Counter[str] = Counter()  # metrics of these functions of the user's, summed over the batch
 
@@ -98,13 +108,13 @@ class Trainer:
             self.reference = load_model(path, train.dtype, self.device).requires_grad_(False)
             self.heads[self.reference] = Head(self.reference, path)
         self.replays = {m: Replay(m) for m in self.heads} if cfg.rollout.routing_replay else {}
-        params = list(self.model.parameters())
-        decayed: dict[str, Any] = {"params": [p for p in params if p.ndim > 1]}
-        plain: dict[str, Any] = {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}  # norms and biases
-        betas = (train.adam_beta1, train.adam_beta2)
-        self.optimizer = torch.optim.AdamW([decayed, plain], lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
+        self.optimizer = adamw(self.model, train)
+        self.parts = {"": (self.model, self.optimizer)}  # what a checkpoint holds, by the prefix of the names there
+        if cfg.algo.advantage_estimator == "gae":
+            self.critic = critics.Critic(cfg, cfg.algo.critic_model or self.source, self.device)
+            self.parts["critic."] = (self.critic.model, adamw(self.critic.model, train))
         if folder:
-            state.load_rank(Path(folder), self.model, self.optimizer)
+            state.load_rank(Path(folder), self.parts)
         self.publisher = Publisher(cfg, self.rank)
         if self.rank == 0:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
@@ -142,6 +152,8 @@ class Trainer:
                 batch.ref = self.log_probs(self.reference, batch)
             if recompute:
                 batch.old = self.log_probs(self.model, batch)
+            if self.critic:
+                batch.values = self.critic.values(batch)
         if fn := self.custom.get("algo.custom_advantage"):
             try:
                 custom.advantages(fn, self.args, batches, {i.index: i.advantage for mini in plan.minibatches for i in mini})
@@ -153,24 +165,28 @@ class Trainer:
             policy = [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches]
             shaped = per_token(algo, batches, policy, self.device)
         rate = learning_rate(step, self.cfg.train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for prefix, (_, optimizer) in self.parts.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * ((algo.critic_lr or self.cfg.train.lr) / self.cfg.train.lr if prefix else 1)
+        shaped |= self.train_critic(step, steps) if self.critic else {}
+        frozen = self.critic is not None and step <= algo.num_critic_only_steps
         sums = torch.zeros(len(steps), len(SUMS), dtype=torch.float64, device=self.device)
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
         norms = []
-        for mini, total, scale in zip(steps, sums, plan.scales, strict=True):
+        for mini, total, scale in () if frozen else zip(steps, sums, plan.scales, strict=True):
             for batch in mini:
                 self.backward(batch, total, worst[0], scale)
-            norms.append(self.update(step))
-        counts = torch.tensor([sum(b.ids.numel() for b in batches), stale.sum(), 0, 0], dtype=torch.float64, device=self.device)
+            norms.append(self.update(step, self.model, self.optimizer))
+        counted = [sum(b.ids.numel() for b in batches), sum(len(b.labels) for b in batches), stale.sum(), 0, 0]
+        counts = torch.tensor(counted, dtype=torch.float64, device=self.device)
         if self.replays:
-            counts[2:] = self.replays[self.model].take()
+            counts[3:] = self.replays[self.model].take()
         for t, op in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX), (counts, dist.ReduceOp.SUM)):
             dist.all_reduce(t, op)
-        forwarded, lag, flips, routed = counts.tolist()
+        forwarded, tokens, lag, flips, routed = counts.tolist()
         seconds = time.monotonic() - start
-        out = self.summary(sums, norms) | shaped
-        if tokens := out["train/trained_tokens"]:
+        out = ({} if frozen else self.summary(sums, norms)) | shaped | {"train/trained_tokens": tokens}
+        if tokens:
             out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
         out |= {"train/routing_flips": flips / routed} if routed else {}
         out |= self.own_metrics(float(sums[:, 0].sum()) or len(steps))
@@ -178,11 +194,22 @@ class Trainer:
             "train/lr": rate,
             "train/logprob_abs_diff_max": float(worst[0]),
             "train/skipped_samples": float(plan.skipped),
-            "train/optimizer_steps": float(len(steps)),
+            "train/optimizer_steps": float(len(norms)),
             "perf/train_s": seconds,
             "perf/train_tokens": forwarded,
             "perf/train_tokens_per_s": forwarded / seconds,
         }
+
+    def train_critic(self, step: int, steps: list[list[Pack]]) -> dict[str, float]:
+        """Its optimizer steps on the same micro-batches; a collective. Returns: metrics, the same on every rank."""
+        assert self.critic
+        sums, norms = torch.zeros(len(critics.SUMS), dtype=torch.float64, device=self.device), []
+        for mini in steps:
+            for batch in mini:
+                self.critic.backward(batch, sums)
+            norms.append(self.update(step, *self.parts["critic."], "critic's "))
+        dist.all_reduce(sums)
+        return critics.summary(sums, norms)
 
     def own_metrics(self, weight: float) -> dict[str, float]:
         """Metrics of the user's functions, summed over ranks, by the sum of loss weights. A collective where there are such functions."""
@@ -195,7 +222,7 @@ class Trainer:
     def summary(self, sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
         """Metrics of the batch from the (optimizer steps, SUMS) table, summed over ranks; means over no token are left out."""
         row, first = (dict(zip(SUMS, x.tolist())) for x in (sums.sum(0), sums[0]))
-        out = {"train/loss": row["loss"] / len(sums), "train/grad_norm": sum(norms) / len(norms), "train/trained_tokens": row["tokens"]}
+        out = {"train/loss": row["loss"] / len(sums), "train/grad_norm": sum(norms) / len(norms)}
         if "loss.custom" in self.custom:  # which has metrics of its own
             return out
         out["train/pg_loss"] = row["pg_loss"] / len(sums)
@@ -294,23 +321,23 @@ class Trainer:
         else:
             self.forward(self.model, batch, job).backward()
 
-    def update(self, step: int) -> float:
+    def update(self, step: int, model: PreTrainedModel, optimizer: torch.optim.Optimizer, whose: str = "") -> float:
         """Clip the gradient and step the optimizer. Returns the norm before clipping; VimeError, and no step, where it isn't finite."""
-        params = list(self.model.parameters())
+        params = list(model.parameters())
         for p in params:
             if p.grad is None:  # nothing to train on any rank: AdamW's moments still decay, as with any zero gradient
                 p.grad = torch.zeros_like(p)
         total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
-            what = f"step {step}: the gradient's norm is {norm}; weights are unchanged"
-            raise VimeError(what, "lower train.lr; look at the last samples")
+            what = f"step {step}: the {whose}gradient's norm is {norm}; its weights are unchanged"
+            raise VimeError(what, f"lower {'algo.critic_lr' if whose else 'train.lr'}; look at the last samples")
         if norm > self.cfg.train.clip_grad:
             for p in params:
                 assert p.grad is not None
                 p.grad.mul_(self.cfg.train.clip_grad / norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         return norm
 
     def publish(self, version: int) -> tuple[Published | None, Canary]:
@@ -328,7 +355,7 @@ class Trainer:
 
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write)."""
-        state.save_rank(Path(folder), self.model, self.optimizer, self.source, getattr(torch, self.cfg.train.dtype))
+        state.save_rank(Path(folder), self.parts, self.source, getattr(torch, self.cfg.train.dtype))
 
     def close(self) -> None:
         """Leave the process group and remove the published files."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
@@ -62,18 +62,19 @@ def packed_attention(
 ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
 
 
-def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing: bool = False) -> PreTrainedModel:
-    """A causal LM with float32 weights, sharded over all ranks (FSDP2), computing in `dtype`; each rank reads only its shard.
+def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing: bool = False, critic: bool = False) -> PreTrainedModel:
+    """A causal LM with float32 weights, sharded over all ranks (FSDP2), computing in `dtype`; each rank reads only its shard. As a critic
+    the same layers with one output of the last, `score`, in place of the vocabulary's, whose weights are not read.
 
     Gradients are summed, never averaged, over ranks: loss weights are already global.
     Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
     """
     try:
-        config = AutoConfig.from_pretrained(path)
-        base: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        config = AutoConfig.from_pretrained(path, **({"num_labels": 1} if critic else {}))
+        base: Any = (AutoModelForTokenClassification if critic else AutoModelForCausalLM)._model_mapping[type(config)]
     except (OSError, ValueError, KeyError) as e:
         said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-        raise VimeError(f"model {path}: {said}", "it must hold a causal LM that transformers knows") from e
+        raise VimeError(f"model {path}: {said}", f"it must hold a causal LM that transformers knows{' with a head for values' * critic}") from e
     for name in HEAD_FACTORS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise VimeError(f"model {path}: {name} = {getattr(config, name)} is not supported yet")
@@ -108,7 +109,7 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
     disable_progress_bar()
     try:
         model = Sharded.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="vime_packed", distributed_config=DistributedConfig(fsdp_size=world)
+            path, config=config, dtype=torch.float32, attn_implementation="vime_packed", distributed_config=DistributedConfig(fsdp_size=world)
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
