@@ -48,6 +48,9 @@ class DataConfig(Section):
     prompts: str = Field(description="training prompts, .jsonl or .parquet, optionally with a @[a:b] slice")
     input_key: str = Field("prompt", description="column of the prompt: a string or a list of chat messages")
     label_key: str = Field("label", description="column of the label given to the reward")
+    response_key: str = Field("response", description='of train.objective = "sft": column of the answer; where a row has none, the prompt is a dialogue')
+    chosen_key: str = Field("chosen", description='of train.objective = "dpo": column of the better answer')
+    rejected_key: str = Field("rejected", description="and of the worse one")
     metadata_key: str = Field("metadata", description="column of a dict kept on the sample")
     apply_chat_template: bool = Field(True, description="render with the tokenizer's chat template (a string becomes one user message)")
     chat_template: str | None = Field(None, description="a Jinja chat template that replaces the tokenizer's own")
@@ -190,6 +193,7 @@ class AlgoConfig(Section):
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k3"
     entropy_coef: float = Field(0.0, description="entropy bonus")
     ref_model: str | None = Field(None, description="reference model folder; unset: model")
+    dpo_beta: float = Field(0.1, gt=0, description='of train.objective = "dpo": scale of the log-ratios to the reference')
     correction: Literal["none", "tis", "icepop", "rollout_logprobs"] = Field(
         "none",
         description="off-policy correction: loss x exp(old - sampled logprob), clamped (tis) or 0 outside the bounds (icepop); or old = sampled",
@@ -260,6 +264,9 @@ class LossConfig(Section):
 class TrainConfig(Section):
     """Optimizer and the loop."""
 
+    objective: Literal["rl", "sft", "dpo"] = Field(
+        "rl", description="rl: by reward; sft: likelihood of the data's answers, dpo: preference of the chosen ones, both without servers"
+    )
     mode: Literal["sync", "async"] = Field("sync", description="sync: servers and trainer take turns; async: generation never stops")
     max_staleness: int = Field(
         0,
@@ -400,12 +407,24 @@ class Config(Section):
         return Path(self.run_dir) / self.name
 
     @property
+    def offline(self) -> bool:
+        """Whether samples come from the file, answers and all, rather than from servers."""
+        return self.train.objective != "rl"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algo.needs_reference or self.train.objective == "dpo"
+
+    @property
     def samples_per_step(self) -> int:
-        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+        """Rollouts, in the sense of train.global_batch_size: offline a dialogue or a pair is one."""
+        return self.rollout.batch_size * (1 if self.offline else self.rollout.n_samples_per_prompt)
 
     @property
     def servers(self) -> list[EngineTable]:
         """One table for each server that this run starts, with all of its vLLM arguments (underscores in their names)."""
+        if self.offline:
+            return []
         tables = self.engine or ([] if self.rollout.engines else [EngineTable(count=self.rollout.num_engines)])
         out: list[EngineTable] = []
         for t in tables:

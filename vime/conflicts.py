@@ -19,7 +19,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += rules.algo(cfg)
+    faults += rules.algo(cfg) + rules.objective(cfg)
     r, t = cfg.rollout, cfg.train
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")

@@ -60,3 +60,20 @@ def algo(cfg: Config) -> list[str]:
         what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"
         faults.append(f"loss.custom takes the place of the policy loss: leave out {what}")
     return faults
+
+
+def objective(cfg: Config) -> list[str]:
+    """What a run without servers has no use for: every such key that is not at its default."""
+    kind, kept = cfg.train.objective, {"rollout.batch_size", "rollout.max_context_len", "rollout.max_response_len"}
+    if kind == "rl":
+        return ['algo.dpo_beta is of train.objective = "dpo": leave it out'] if cfg.algo.dpo_beta != 0.1 else []
+    kept |= {"algo.dpo_beta", "algo.ref_model"} if kind == "dpo" else {"loss.aggregate"}
+    unused = [k for k in ("engine", "vllm", "router", "args") if getattr(cfg, k)]
+    for name in ("rollout", "reward", "algo", "loss", "eval", "weights"):
+        section = getattr(cfg, name)
+        plain = type(section)()
+        unused += [f"{name}.{k}" for k in type(section).model_fields if getattr(section, k) != getattr(plain, k) and f"{name}.{k}" not in kept]
+    others = {"data.source": cfg.data.source, "log.rollout_hook": cfg.log.rollout_hook, "log.eval_hook": cfg.log.eval_hook}
+    unused += [k for k, v in others.items() if v] + ["train.mode"] * (cfg.train.mode != "sync") + ["train.max_staleness"] * bool(cfg.train.max_staleness)
+    what = f"train.objective = {kind!r} reads its samples from the file, and trains on them as they are"
+    return [f"{what}: leave out {', '.join(unused)}"] if unused else []

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.integration.test_corrections import naive, sampled
-from tests.integration.test_trainer import close, compare, plain_log_probs, run_steps, single
+from tests.integration.test_trainer import close, compare, plain_log_probs, run_steps
 from tests.integration.test_trainer_checkpoint import timeless, train
 from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError

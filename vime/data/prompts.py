@@ -8,7 +8,7 @@ import json
 import random
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,12 +37,16 @@ class Prompts:
     def __init__(self, data: DataConfig, path: str, tokenizer: Tokenizer, n: int, seed: int, max_prompt_len: int):
         self.path, self.n, self.seed, self.shuffle, self.tokenizer = path, n, seed, data.shuffle, tokenizer
         self.given = 0  # prompts given out since the run began
-        self.rows = _rows(data, path, tokenizer, max_prompt_len)
+        self.rows = _rows(data, path, tokenizer, max_prompt_len, self.parse)
         self._order: tuple[int, list[int]] = (-1, [])
         digest = hashlib.sha256()
         for r in self.rows:
             digest.update(json.dumps([r.tokens.tolist(), r.label], sort_keys=True, default=str).encode())
         self._digest = digest.hexdigest()[:16]
+
+    def parse(self, data: DataConfig, record: Any, tokenizer: Tokenizer) -> tuple[str, Any]:
+        """A record's text to tokenize, and label. Raises: ValueError that says what is wrong with the record."""
+        return render(data, record, tokenizer), plain(record.get(data.label_key), data.label_key)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,7 +107,7 @@ class Prompts:
         ]  # fmt: skip
 
 
-def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int) -> list[Row]:
+def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int, parse: Callable[..., tuple[str, Any]]) -> list[Row]:
     """Read, check, render and tokenize every row of the slice."""
     m = SLICE.fullmatch(path)
     file = Path(m["path"] if m else path)
@@ -116,8 +120,8 @@ def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int
     found: list[tuple[str, str, Any, Any]] = []  # place, rendered prompt, label, metadata
     for place, record in records:
         try:
-            text = _render(data, record, tokenizer)
-            label, metadata = plain(record.get(data.label_key), data.label_key), plain(record.get(data.metadata_key) or {}, data.metadata_key)
+            text, label = parse(data, record, tokenizer)
+            metadata = plain(record.get(data.metadata_key) or {}, data.metadata_key)
             found.append((place, text, label, metadata))
         except ValueError as e:
             bad.append((place, str(e)))
@@ -161,7 +165,8 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
         if data.input_key not in table.column_names:
             raise VimeError(f"{file}: no column {data.input_key!r} (data.input_key)", nearest(data.input_key, table.column_names))
         columns = {}
-        for key in {data.input_key, data.label_key, data.metadata_key} & set(table.column_names):
+        wanted = {data.input_key, data.label_key, data.metadata_key, data.response_key, data.chosen_key, data.rejected_key}
+        for key in wanted & set(table.column_names):
             try:
                 columns[key] = table.column(key).to_pylist()
             except (pyarrow.ArrowException, ValueError, KeyError) as e:
@@ -179,7 +184,7 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
                     yield f"{file}:{number}", ValueError(f"not JSON: {e}")
 
 
-def _render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
+def render(data: DataConfig, record: Any, tokenizer: Tokenizer) -> str:
     """The text to tokenize. Raises: ValueError that says what is wrong with the record."""
     if isinstance(record, ValueError):
         raise record

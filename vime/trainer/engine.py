@@ -24,7 +24,7 @@ from vime.sample import Sample
 from vime.trainer import critic as critics
 from vime.trainer import custom, state
 from vime.trainer.batch import Item, RankPlan
-from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
+from vime.trainer.loss import HeadLoss, dpo_loss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
 from vime.trainer.returns import per_token
@@ -103,7 +103,7 @@ class Trainer:
         train = cfg.train
         self.model = load_model(Path(folder) / "hf" if folder else self.source, train.dtype, self.device, train.gradient_checkpointing)
         self.heads = {self.model: Head(self.model, cfg.model)}
-        if cfg.algo.needs_reference:
+        if cfg.needs_reference:
             path = cfg.algo.ref_model or cfg.model
             self.reference = load_model(path, train.dtype, self.device).requires_grad_(False)
             self.heads[self.reference] = Head(self.reference, path)
@@ -147,6 +147,7 @@ class Trainer:
         # Later steps are off-policy: what they started from must be known before the first update, unless the sampled logprobs stand for it.
         algo, sampled = self.cfg.algo, self.cfg.algo.correction == "rollout_logprobs"
         recompute = (not sampled and (len(steps) > 1 or algo.kl_coef > 0)) or "algo.custom_advantage" in self.custom
+        recompute = recompute and not self.cfg.offline
         for batch in batches:
             if self.reference is not None:
                 batch.ref = self.log_probs(self.reference, batch)
@@ -212,8 +213,8 @@ class Trainer:
         return critics.summary(sums, norms)
 
     def own_metrics(self, weight: float) -> dict[str, float]:
-        """Metrics of the user's functions, summed over ranks, by the sum of loss weights. A collective where there are such functions."""
-        if not self.custom:
+        """Metrics of the user's functions, and of pairs, summed over ranks, by the sum of loss weights. A collective where there are such."""
+        if not self.custom and self.cfg.train.objective != "dpo":
             return {}
         ranks: list[Counter[str]] = [Counter()] * self.world
         dist.all_gather_object(ranks, self.own)
@@ -225,6 +226,8 @@ class Trainer:
         out = {"train/loss": row["loss"] / len(sums), "train/grad_norm": sum(norms) / len(norms)}
         if "loss.custom" in self.custom:  # which has metrics of its own
             return out
+        if self.cfg.offline:
+            return out | ({"train/entropy": row["entropy"] / row["weight"]} if row["entropy"] else {})
         out["train/pg_loss"] = row["pg_loss"] / len(sums)
         if row["tokens"]:
             algo = self.cfg.algo
@@ -303,10 +306,33 @@ class Trainer:
                 worst.copy_(torch.maximum(worst, diff.max()))
             return loss
 
-        whole = algo.use_opsm or algo.policy_loss == "gspo" or bool(algo.rejection or own)
+        def loss_of_examples(lp: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
+            weight = batch.weights[part]
+            if cfg.train.objective == "sft":
+                loss = -(lp * weight).sum()
+                total[SUMS.index("entropy")] += (entropy.detach().double() * weight).sum()
+                total[0] += weight.sum()
+            else:
+                assert batch.ref is not None
+                gains = torch.stack([x.sum() for x in (lp - batch.ref).split(lengths)])
+                order = sorted(range(len(lengths)), key=lambda i: batch.samples[i].index)  # pairs, the chosen one first
+                chosen, rejected = gains[order].view(-1, 2).T
+                loss = dpo_loss(chosen, rejected, algo.dpo_beta).sum() * scale
+                with torch.no_grad():
+                    found = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
+                    means = {k: float(algo.dpo_beta * v.sum()) * scale for k, v in found.items()}
+                    self.own.update({f"dpo_{k}": v for k, v in (means | {"accuracy": float((chosen > rejected).sum()) * scale}).items()})
+                total[0] += len(chosen) * scale
+            total[1] += loss.detach()
+            total[SUMS.index("tokens")] += len(weight)
+            return loss
+
+        whole = algo.use_opsm or algo.policy_loss == "gspo" or bool(algo.rejection or own) or cfg.train.objective == "dpo"
+
+        loss_fn = loss_of_examples if cfg.offline else loss_of
 
         def job(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            args = (hidden, weight, batch.labels, cfg.rollout.temperature, cfg.train.logprob_chunk, loss_of, algo.entropy_coef != 0)
+            args = (hidden, weight, batch.labels, cfg.rollout.temperature, cfg.train.logprob_chunk, loss_fn, algo.entropy_coef != 0)
             return HeadLoss.apply(*args, batch.support, whole)
 
         def own_job(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
