@@ -319,9 +319,9 @@ class Trainer:
                 chosen, rejected = gains[order].view(-1, 2).T
                 loss = dpo_loss(chosen, rejected, algo.dpo_beta).sum() * scale
                 with torch.no_grad():
-                    found = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
+                    found = {"dpo_chosen_reward": chosen, "dpo_rejected_reward": rejected, "dpo_margin": chosen - rejected}
                     means = {k: float(algo.dpo_beta * v.sum()) * scale for k, v in found.items()}
-                    self.own.update({f"dpo_{k}": v for k, v in (means | {"accuracy": float((chosen > rejected).sum()) * scale}).items()})
+                    self.own.update(means | {"dpo_accuracy": float((chosen > rejected).sum()) * scale})
                 total[0] += len(chosen) * scale
             total[1] += loss.detach()
             total[SUMS.index("tokens")] += len(weight)

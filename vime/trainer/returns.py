@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from vime.config import AlgoConfig
+from vime.algo import AlgoConfig
 from vime.trainer.advantage import gae, returns, whiten
 from vime.trainer.loss import kl
 from vime.trainer.packing import Pack
