@@ -86,6 +86,10 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
 
             for path in {cfg.model, (cfg.needs_reference and cfg.algo.ref_model) or cfg.model}:
                 attempt("rollout.routing_replay: ", check_model, path)
+        if cfg.algo.advantage_estimator == "gae":
+            from vime.trainer.parallel import class_of
+
+            attempt("algo.advantage_estimator: ", class_of, cfg.algo.critic_model or cfg.model, True)
     for key, first, n in (("vllm.port", cfg.vllm.get("port"), len(cfg.servers)), ("router.port", cfg.router.get("port"), 1)):
         for port in range(first, first + n) if first else ():
             attempt("", claim_port, port, key)

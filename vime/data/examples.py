@@ -39,6 +39,8 @@ class Examples(Prompts):
             ids = tokenizer.encode([piece for piece, _ in pieces], special_tokens=False)
             if (n := sum(map(len, ids))) > self.longest:
                 raise ValueError(f"{key!r} has {n} tokens, longer than rollout.max_response_len {self.longest}")
+            if not any(tokens for tokens, (_, trained) in zip(ids, pieces) if trained):
+                raise ValueError(f"{key!r} has no token to train")
             label.append([[tokens, trained] for tokens, (_, trained) in zip(ids, pieces) if tokens])
         return text, label
 

@@ -191,9 +191,9 @@ class Trainer:
             out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
         out |= {"train/routing_flips": flips / routed} if routed else {}
         out |= self.own_metrics(float(sums[:, 0].sum()) or len(steps))
+        out |= {} if frozen or self.cfg.offline else {"train/logprob_abs_diff_max": float(worst[0])}
         return out | {
             "train/lr": rate,
-            "train/logprob_abs_diff_max": float(worst[0]),
             "train/skipped_samples": float(plan.skipped),
             "train/optimizer_steps": float(len(norms)),
             "perf/train_s": seconds,

@@ -62,6 +62,17 @@ def packed_attention(
 ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
 
 
+def class_of(path: str | Path, critic: bool) -> tuple[Any, Any]:
+    """The configuration in a model folder, and its class. Raises: VimeError where there is none of a causal LM, or for a critic of its layers."""
+    try:
+        config = AutoConfig.from_pretrained(path, **({"num_labels": 1} if critic else {}))
+        return config, (AutoModelForTokenClassification if critic else AutoModelForCausalLM)._model_mapping[type(config)]
+    except (OSError, ValueError, KeyError) as e:
+        said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        fix = "a critic needs an architecture with a token classifier in transformers" if critic else "it must hold a causal LM that transformers knows"
+        raise VimeError(f"model {path}: {said}", fix) from e
+
+
 def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing: bool = False, critic: bool = False) -> PreTrainedModel:
     """A causal LM with float32 weights, sharded over all ranks (FSDP2), computing in `dtype`; each rank reads only its shard. As a critic
     the same layers with one output of the last, `score`, in place of the vocabulary's, whose weights are not read.
@@ -69,12 +80,7 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
     Gradients are summed, never averaged, over ranks: loss weights are already global.
     Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, **({"num_labels": 1} if critic else {}))
-        base: Any = (AutoModelForTokenClassification if critic else AutoModelForCausalLM)._model_mapping[type(config)]
-    except (OSError, ValueError, KeyError) as e:
-        said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-        raise VimeError(f"model {path}: {said}", f"it must hold a causal LM that transformers knows{' with a head for values' * critic}") from e
+    config, base = class_of(path, critic)
     for name in HEAD_FACTORS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise VimeError(f"model {path}: {name} = {getattr(config, name)} is not supported yet")
