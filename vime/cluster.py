@@ -94,7 +94,7 @@ class Cluster:
     # ---------------------------------------------------------------- start and end
 
     def start(self, checkpoint: Path | None) -> None:
-        """Start Ray, engines, router, workers and trainer ranks; returns when all of them answer.
+        """Start Ray, engines, router, workers and trainer ranks; returns when all of them answer. Offline there are trainer ranks only.
 
         Raises: VimeError of the first part that cannot start, with its log tail.
         """
@@ -121,6 +121,9 @@ class Cluster:
         ranks = cfg.parallel.ranks
         self.trainers = [trainer.remote(cfg, r, ranks, host, port) for r in range(ranks)]
         ready = [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
+        if cfg.offline:
+            self.gather(ready, "trainer rank")
+            return self.write_pids()
         urls = [*self.gather(started, "engine"), *(u.rstrip("/") for u in cfg.rollout.engines)]
         self.router = Router(cfg, urls, folder)
         url = self.router.start()
@@ -369,8 +372,8 @@ class Cluster:
 
     def sleep(self) -> None:
         """Colocated mode: the servers leave their memory to the trainer until the next publish."""
-        assert self.fleet
         if self.cfg.rollout.colocate:
+            assert self.fleet
             self.fleet.sleep(self.cfg.rollout.sleep_level)
 
     def save(self, folder: Path) -> None:

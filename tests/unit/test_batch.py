@@ -43,6 +43,17 @@ def batches(draw, max_groups=5):
     return out
 
 
+@given(batches(), st.integers(1, 4), st.integers(5, 60))
+def test_pairs_are_never_split(samples, world, budget):
+    """What a loss compares lies in one micro-batch of one rank, whatever the budget, and nothing is lost."""
+    metas = [meta_of(s) for s in samples]
+    plans = plan(metas, [1.0] * len(metas), make_cfg(objective="dpo", max_tokens_per_gpu=budget), world)
+    micros = [micro for p in plans for mini in p.steps for micro in mini if micro]
+    assert Counter(i.index for m in micros for i in m) == Counter(m.index for m in metas if m.trained_tokens)
+    groups = [g for m in micros for g in {i.group_index for i in m}]
+    assert len(groups) == len(set(groups))
+
+
 @given(batches(), st.sampled_from(AGGREGATES), st.integers(1, 4), st.integers(5, 60), st.sampled_from([None, 1, 3]))
 def test_plan_is_invariant_to_ranks_and_budget(samples, aggregate, world, budget, per_step):
     """Every trainable sample is planned once, with a weight per token that no split changes; ranks run in lock-step."""

@@ -137,7 +137,7 @@ def check(cfg: Config) -> None:
     p = cfg.parallel
     if p.ranks == p.fsdp and p.ep == p.pp_interleave == 1:
         return  # any model allows that
-    models = [cfg.model] + ([cfg.algo.ref_model] if cfg.algo.needs_reference and cfg.algo.ref_model else [])
+    models = [cfg.model] + ([cfg.algo.ref_model] if cfg.needs_reference and cfg.algo.ref_model else [])
     found = [(path, read(path), fault) for path in models for fault in faults(p, read(path))]
     if found:
         near = nearest(p, found[0][1])

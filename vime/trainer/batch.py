@@ -76,12 +76,13 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         live.sort(key=lambda x: (x[0].group_index, x[0].index))
         skipped += len(rows) - len(live)
         scales.append(1.0 / max(1, sum(trained) if cfg.loss.aggregate == "token-mean" else len(chosen)))
-        shares, budget, pp = _cut(live, world), cfg.train.max_tokens_per_gpu, cfg.parallel.pp
+        units = _units(live, cfg.train.objective == "dpo")
+        shares, budget, pp = _cut(units, world), cfg.train.max_tokens_per_gpu, cfg.parallel.pp
         batches = [_fill(share, budget) for share in shares]
         count = max(map(len, batches))
         if pp > 1:  # a pipeline wants as many micro-batches as it has ranks, interleaved a multiple; all of one length, so about equal ones
             count = -(-count // pp) * pp
-            even = [_cut(share, count) for share in shares]
+            even = [[[x for unit in b for x in unit] for b in _cut(share, count)] for share in shares]
             fits = [max(sum(_costs(b)) for b in e) <= budget for e in even]
             batches = [[[item for _, item in b] for b in e] if fit else full for e, fit, full in zip(even, fits, batches)]
         for r, b in enumerate(batches):
@@ -95,22 +96,35 @@ def _costs(row: Sequence[tuple[SampleMeta, Item]]) -> list[int]:
     return [m.response_length + (0 if keys[i] == keys[i + 1] else m.prompt_length) for i, (m, _) in enumerate(row)]
 
 
-def _cut(row: list[tuple[SampleMeta, Item]], parts: int) -> list[list[tuple[SampleMeta, Item]]]:
-    """Cut a row of samples, in order, into `parts` of about equal tokens."""
-    cost = np.array(_costs(row), dtype=np.float64)
+def _units(row: list[tuple[SampleMeta, Item]], pairs: bool) -> list[list[tuple[SampleMeta, Item]]]:
+    """What is never split over ranks or micro-batches: a sample, or a group, whose samples are then compared in the loss."""
+    out: list[list[tuple[SampleMeta, Item]]] = []
+    for x in row:
+        if pairs and out and out[-1][0][0].group_index == x[0].group_index:
+            out[-1].append(x)
+        else:
+            out.append([x])
+    return out
+
+
+def _cut(row: list[list[tuple[SampleMeta, Item]]], parts: int) -> list[list[list[tuple[SampleMeta, Item]]]]:
+    """Cut a row of units, in order, into `parts` of about equal tokens."""
+    costs = iter(_costs([x for unit in row for x in unit]))
+    cost = np.array([sum(next(costs) for _ in unit) for unit in row], dtype=np.float64)
     middle = np.cumsum(cost) - cost / 2
     to = np.minimum((middle * parts / max(cost.sum(), 1)).astype(int), parts - 1)
     return [[x for x, t in zip(row, to) if t == p] for p in range(parts)]
 
 
-def _fill(row: list[tuple[SampleMeta, Item]], budget: int) -> list[list[Item]]:
-    """Micro-batches of at most `budget` packed tokens, in order; a sample beyond the budget gets one of its own."""
+def _fill(row: list[list[tuple[SampleMeta, Item]]], budget: int) -> list[list[Item]]:
+    """Micro-batches of at most `budget` packed tokens, in order; a unit beyond the budget gets one of its own."""
     out: list[list[Item]] = []
-    used = 0
-    for (meta, item), cost in zip(row, _costs(row)):
+    used, costs = 0, iter(_costs([x for unit in row for x in unit]))
+    for unit in row:
+        cost = sum(next(costs) for _ in unit)
         if not out or used + cost > budget:
             out.append([])
-            used, cost = 0, meta.prompt_length + meta.response_length
-        out[-1].append(item)
+            used, cost = 0, sum(_costs(unit))
+        out[-1] += [item for _, item in unit]
         used += cost
     return out

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -66,20 +66,29 @@ def packed_attention(
 ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
 
 
-def load_model(path: str | Path, dtype: str, layout: Layout, checkpointing: bool = False, freeze_vision: bool = False) -> PreTrainedModel:
+def class_of(path: str | Path, critic: bool) -> tuple[Any, Any]:
+    """The configuration in a model folder, and its class. Raises: VimeError where there is none of a causal LM, or for a critic of its layers."""
+    try:
+        config = AutoConfig.from_pretrained(path, **({"num_labels": 1} if critic else {}))
+        seeing: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        return config, (AutoModelForTokenClassification if critic else seeing)._model_mapping[type(config)]
+    except (OSError, ValueError, KeyError) as e:
+        said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        fix = "a critic needs an architecture with a token classifier in transformers" if critic else "it must hold a causal LM that transformers knows"
+        raise VimeError(f"model {path}: {said}", fix) from e
+
+
+def load_model(
+    path: str | Path, dtype: str, layout: Layout, checkpointing: bool = False, freeze_vision: bool = False, critic: bool = False
+) -> PreTrainedModel:
     """A causal LM, which may take images, with float32 weights, cut over all ranks as `layout` says, computing in `dtype`; each rank reads
-    only its part.
+    only its part. As a critic the same layers with one output of the last, `score`, in place of the vocabulary's, whose weights are not read.
 
     Gradients are summed, never averaged, over ranks: loss weights are already global.
     Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
     """
-    try:
-        config = AutoConfig.from_pretrained(path)
-        sees = hasattr(config, "vision_config")
-        base: Any = (AutoModelForImageTextToText if sees else AutoModelForCausalLM)._model_mapping[type(config)]
-    except (OSError, ValueError, KeyError) as e:
-        said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-        raise VimeError(f"model {path}: {said}", "it must hold a causal LM that transformers knows") from e
+    config, base = class_of(path, critic)
+    sees = hasattr(config, "vision_config")
     if sees:
         vision.check(config, path)
     text = config.get_text_config()
@@ -109,7 +118,7 @@ def load_model(path: str | Path, dtype: str, layout: Layout, checkpointing: bool
     try:
         attention = {"text_config": "vime_packed", "vision_config": "sdpa"} if sees else "vime_packed"
         model = Sharded.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, distributed_config=DistributedConfig(fsdp_size=layout.world)
+            path, config=config, dtype=torch.float32, attn_implementation=attention, distributed_config=DistributedConfig(fsdp_size=layout.world)
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e

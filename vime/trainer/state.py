@@ -19,25 +19,30 @@ from vime.errors import VimeError
 from vime.trainer.checkpoint import FULL
 from vime.trainer.parallel import agree, full_tensors
 
+Parts = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer]]  # by prefix: "" the model that is trained, "critic." its critic
 
-def tree(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+
+def tree(parts: Parts) -> dict[str, Any]:
     """The tensors themselves, by name: weights (tied copies left out) and AdamW's moments. Loading writes into them in place."""
-    tied = set(model.all_tied_weights_keys or {})
-    moments: dict[str, Any] = {}
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if not optimizer.state[p]:
-            optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        moments |= {f"{name}.{k}": v for k, v in optimizer.state[p].items()}
-    return {"model": {k: v for k, v in model.state_dict().items() if k not in tied}, "optimizer": moments}
+    out: dict[str, Any] = {}
+    for prefix, (model, optimizer) in parts.items():
+        tied = set(model.all_tied_weights_keys or {})
+        moments: dict[str, Any] = {}
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                continue
+            if not optimizer.state[p]:
+                optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            moments |= {f"{name}.{k}": v for k, v in optimizer.state[p].items()}
+        out |= {f"{prefix}model": {k: v for k, v in model.state_dict().items() if k not in tied}, f"{prefix}optimizer": moments}
+    return out
 
 
-def save_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, source: Path, dtype: torch.dtype) -> None:
+def save_rank(folder: Path, parts: Parts, source: Path, dtype: torch.dtype) -> None:
     """This rank's share of a checkpoint, into an existing folder; a collective. `source`: the model folder whose tokenizer and
     configuration go along. Raises: VimeError on every rank where any rank cannot write."""
     rank, error = dist.get_rank(), None
-    full = full_tensors(model, dtype)
+    full = full_tensors(parts[""][0], dtype)
     try:
         (folder / "trainer").mkdir(exist_ok=True)
         if rank == 0:
@@ -47,7 +52,7 @@ def save_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
         error = VimeError(f"checkpoint {folder.name} could not be written: {e}", FULL)
     agree(error)
     try:
-        dcp.save(tree(model, optimizer), checkpoint_id=folder / "trainer")
+        dcp.save(tree(parts), checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:  # the former is no Exception; it carries every rank's error to all of them
         raise VimeError(f"checkpoint {folder.name} could not be written: {last_line(e)}", FULL) from e
 
@@ -68,12 +73,12 @@ def export(folder: Path, tensors: dict[str, torch.Tensor], source: Path, dtype: 
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+def load_rank(folder: Path, parts: Parts) -> None:
     """Weights, optimizer and, where this rank existed when it was saved, its random state; a collective."""
     try:
-        dcp.load(tree(model, optimizer), checkpoint_id=folder / "trainer")
+        dcp.load(tree(parts), checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:
-        raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", "is it of this model?") from e
+        raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", "is it of this model, and of a run with the same algo.advantage_estimator?") from e
     rng = folder / "trainer" / f"rng_{dist.get_rank()}.pt"
     if rng.exists():
         torch.set_rng_state(torch.load(rng)["torch"])
