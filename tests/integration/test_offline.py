@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.integration.test_trainer import close, plain_log_probs
 from tests.integration.trainer_kit import VOCAB, make_cfg, make_model, one_rank, weights
+from vime.config import ParallelConfig
 from vime.model import _char_tokenizer
 from vime.sample import Sample, meta_of
 from vime.trainer.batch import plan
@@ -39,14 +40,12 @@ def taught(trainer, cfg, step, batch):
     for s in (s for g in batch for s in g):
         s.token_versions = [step - 1 if v >= 0 else v for v in s.token_versions]
     metas = [meta_of(s) for g in batch for s in g]
-    return trainer.train(step, plan(metas, [1.0] * len(metas), cfg, trainer.world)[trainer.rank], *batch)
+    return trainer.train(step, plan(metas, [1.0] * len(metas), cfg, cfg.parallel.fsdp)[cfg.parallel.shard(trainer.rank)], *batch)
 
 
 def two_steps(trainer, cfg, n):
     trainer.setup()
     return [taught(trainer, cfg, k, make_pairs(k, n=n)) for k in (1, 2)], weights(trainer)
-
-
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
@@ -97,8 +96,9 @@ def test_offline_updates_do_not_depend_on_micro_batches_or_ranks(tmp_path, two_r
         cfg = make_cfg(folder, tmp_path, train=train, rollout=rollout, **more)
         with one_rank(cfg) as t:
             results.append(([taught(t, cfg, k, make_pairs(k, n=n)) for k in (1, 2)], weights(t)))
-    cfg.parallel.fsdp = 2
-    results += two_ranks(two_steps, cfg, n)
+    for layout in ({"fsdp": 2}, {"cp": 2}, {"tp": 2}):
+        cfg.parallel = ParallelConfig(**layout)
+        results += two_ranks(two_steps, cfg, n)
     shown = ("train/loss", "train/grad_norm", "train/entropy", "train/dpo_margin", "train/dpo_accuracy", "train/trained_tokens")
     for metrics, final in results[1:]:
         close(results[0][1], final)

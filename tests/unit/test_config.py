@@ -75,6 +75,7 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["algo.advantage_estimator=remax", "rollout.function=m:f"], "nothing samples the greedy ones"),
         (["algo.lambd=0.9"], "algo.lambd is a setting of the critic, which grpo has not"),
         (["algo.advantage_estimator=gae", "train.steps=3", "algo.num_critic_only_steps=3"], "leaves none of train.steps = 3"),
+        (["algo.advantage_estimator=gae", "parallel.tp=2"], "a critic is trained on parallel.fsdp ranks only"),
         (["algo.advantage_estimator=on_policy_distillation"], "needs algo.ref_model, the teacher"),
         (["algo.advantage_estimator=on_policy_distillation", "algo.ref_model=m", "algo.kl_coef=1"], "nothing but the KL to the teacher"),
         (["train.objective=sft", "rollout.top_k=3", "eval.datasets=[{name='a', prompts='p'}]"], r"leave out rollout.top_k, eval.datasets"),
