@@ -28,6 +28,7 @@ from vime.rollout.engine import claim_port, on_cpu
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
+from vime.trainer import checkpoint
 from vime.trainer.advantage import grpo
 from vime.trainer.batch import plan
 from vime.weights import server_dtype
@@ -79,6 +80,9 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         faults += [f"{key} = {path!r}: {fault}" for fault in (() if path is None else model.faults(path))]
     if os.path.isdir(cfg.model):
         tokenizer = attempt("model: ", load, cfg.model)
+        size = model.shape(cfg.model).get("vocab_size")
+        if tokenizer and size and tokenizer.size > size:
+            faults.append(f"model {cfg.model}: its tokenizer has {tokenizer.size} tokens, the model a vocabulary of {size}: is it another model's?")
         if cfg.rollout.routing_replay:
             from vime.trainer.routing import check_model  # torch takes seconds to import
 
@@ -145,6 +149,7 @@ def check_start(cfg: Config, prompts: Prompts, start: Start) -> int:
     cannot go on from there with this configuration and data."""
     if not start.ckpt:
         return 0
+    checkpoint.refuse_other_model(start.ckpt, cfg.model)
     if not cfg.data.source:
         prompts.load_state(start.state["prompts"])
     return len(too_late(cfg, start.state["groups"], start.step + 1))
@@ -219,7 +224,6 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
 def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Start) -> int:
     """`train` in the run's folder."""
     from vime.cluster import Cluster  # Ray takes seconds to import: not before the inputs are known to be good
-    from vime.trainer import checkpoint
 
     folder, ckpt, state, start = cfg.folder, *begin
     log = MetricLogger(cfg, folder, cfg.train.steps, start)
@@ -233,7 +237,15 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
             cluster.save_groups(tmp / GROUPS, groups)
             cluster.save(tmp)
 
-        checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
+        if not cfg.checkpoint.async_save:
+            checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
+        else:
+            cluster.flush()
+            tmp = checkpoint.begin(folder / "checkpoints", step, {"step": step} | state)
+            cluster.save_groups(tmp / GROUPS, groups)
+            cluster.save(tmp, cfg.checkpoint.keep)
+            if step == cfg.train.steps or interrupt.requested:
+                cluster.flush()
         saved = step
 
     interrupt = Interrupt()

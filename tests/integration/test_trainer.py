@@ -245,12 +245,12 @@ def test_a_failing_rank_fails_its_peers_at_once(tmp_path, two_ranks):
 
 def test_errors_name_their_cause(tmp_path):
     folder = make_model(tmp_path / "m")
-    cfg = make_cfg(folder, tmp_path)
+    cfg = make_cfg(folder, tmp_path, train={"max_bad_steps": 1})
     with one_rank(cfg) as t:
         before = weights(t)
         with torch.no_grad():
             t.model.model.norm.weight[0] = float("nan")
-        with pytest.raises(VimeError, match="step 3: the gradient's norm is nan"):
+        with pytest.raises(VimeError, match=r"step 3: 1 optimizer step\(s\) in a row .*weights are unchanged"):
             train_once(t, cfg, 3, make_batch(15))
         after = weights(t)
         close(

@@ -7,6 +7,8 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from vime import hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
-from vime.trainer import custom, state
+from vime.trainer import checkpoint, custom, state
 from vime.trainer.batch import Item, RankPlan
+from vime.trainer.faults import alone, named, not_finite
 from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
@@ -72,7 +75,7 @@ class Trainer:
     """Rank `rank` of `world`. Methods are collectives: call each on every rank, in the same order.
 
     Raises (any method): VimeError for what a person can act on. Faults in a rank's input fail all ranks at once; where a rank
-    dies inside a collective its peers lose the connection, or at worst time out (parallel.COLLECTIVE_TIMEOUT).
+    fails or dies by itself its peers lose the connection, and where it hangs they time out, after the controller (train.step_timeout).
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, master_addr: str, master_port: int):
@@ -81,12 +84,16 @@ class Trainer:
         self.reference: PreTrainedModel | None = None
         self.custom: dict[str, Callable[..., Any]] = {}
         self.own: Counter[str] = Counter()  # metrics of these functions of the user's, summed over the batch
+        self.bad_steps = 0  # optimizer steps in a row that had no finite loss and gradient
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: Future[None] | None = None  # the newest checkpoint.async_save
 
     def setup(self, folder: str | None = None) -> None:
         """Join the other ranks, load the model; with the folder of a checkpoint, continue from it exactly."""
         cfg = self.cfg
         self.custom, self.args = hooks.loss_side(cfg), hooks.plugin_args(cfg)
-        self.device = init(self.rank, self.world, *self.address)
+        self.device = init(self.rank, self.world, *self.address, cfg.train.step_timeout + 60)
+        self.side = dist.new_group(backend="gloo") if cfg.checkpoint.async_save else None  # a thread's collectives need a group of their own
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
@@ -115,7 +122,7 @@ class Trainer:
         samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
         stale = np.zeros(0)  # weight versions that each trained token is behind
-        error: Exception | None = None
+        error: BaseException | None = self.writing.exception() if self.writing and self.writing.done() else None
         try:
             steps = [[pack(items, samples).to(self.device) for items in mini] for mini in plan.steps]
             if self.cfg.rollout.truncated and any(b.samples and b.support is None for mini in steps for b in mini):
@@ -135,11 +142,12 @@ class Trainer:
         batches, self.own = [b for mini in steps for b in mini], Counter()
         # Later steps are off-policy: what they started from must be known before the first update, unless the sampled logprobs stand for it.
         recompute = (len(steps) > 1 and self.cfg.algo.correction != "rollout_logprobs") or "algo.custom_advantage" in self.custom
-        for batch in batches:
-            if self.reference is not None:
-                batch.ref = self.log_probs(self.reference, batch)
-            if recompute:
-                batch.old = self.log_probs(self.model, batch)
+        for k, batch in enumerate(batches):
+            with alone(f"step {step}, {named(batches, k)}, before the update"):
+                if self.reference is not None:
+                    batch.ref = self.log_probs(self.reference, batch)
+                if recompute:
+                    batch.old = self.log_probs(self.model, batch)
         if fn := self.custom.get("algo.custom_advantage"):
             try:
                 custom.advantages(fn, self.args, batches, {i.index: i.advantage for mini in plan.minibatches for i in mini})
@@ -151,11 +159,25 @@ class Trainer:
             group["lr"] = rate
         sums = torch.zeros(len(steps), len(SUMS), dtype=torch.float64, device=self.device)
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
-        norms = []
+        norms: list[float] = []  # of the steps that were taken
         for mini, total, scale in zip(steps, sums, plan.scales, strict=True):
-            for batch in mini:
-                self.backward(batch, total, worst[0], scale)
-            norms.append(self.update(step))
+            before, losses = (worst.clone(), Counter(self.own)), []
+            for k, batch in enumerate(mini):
+                with alone(f"step {step}, {named(mini, k)}"):
+                    losses.append(self.backward(batch, total, worst[0], scale))
+            norm = self.norm()
+            if bad := not_finite(self.model, mini, losses, norm):
+                self.optimizer.zero_grad()
+                total.zero_()
+                worst[:], self.own = before
+                self.bad_steps += 1
+                if self.bad_steps >= self.cfg.train.max_bad_steps:
+                    what = f"step {step}: {self.bad_steps} optimizer step(s) in a row without a finite loss and gradient (train.max_bad_steps)"
+                    raise VimeError(f"{what}: {bad}; weights are unchanged", "lower train.lr; look at these samples")
+                continue
+            self.bad_steps = 0
+            self.update(norm)
+            norms.append(norm)
         counts = torch.tensor([sum(b.ids.numel() for b in batches), stale.sum(), 0, 0], dtype=torch.float64, device=self.device)
         if self.replays:
             counts[2:] = self.replays[self.model].take()
@@ -172,7 +194,8 @@ class Trainer:
             "train/lr": rate,
             "train/logprob_abs_diff_max": float(worst[0]),
             "train/skipped_samples": float(plan.skipped),
-            "train/optimizer_steps": float(len(steps)),
+            "train/optimizer_steps": float(len(norms)),
+            "train/skipped_steps": float(len(steps) - len(norms)),
             "perf/train_s": seconds,
             "perf/train_tokens": forwarded,
             "perf/train_tokens_per_s": forwarded / seconds,
@@ -189,10 +212,13 @@ class Trainer:
     def summary(self, sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
         """Metrics of the batch from the (optimizer steps, SUMS) table, summed over ranks; means over no token are left out."""
         row, first = (dict(zip(SUMS, x.tolist())) for x in (sums.sum(0), sums[0]))
-        out = {"train/loss": row["loss"] / len(sums), "train/grad_norm": sum(norms) / len(norms), "train/trained_tokens": row["tokens"]}
+        out = {"train/trained_tokens": row["tokens"]}
+        if not norms:  # every step was skipped
+            return out
+        out |= {"train/loss": row["loss"] / len(norms), "train/grad_norm": sum(norms) / len(norms)}
         if "loss.custom" in self.custom:  # which has metrics of its own
             return out
-        out["train/pg_loss"] = row["pg_loss"] / len(sums)
+        out["train/pg_loss"] = row["pg_loss"] / len(norms)
         if row["tokens"]:
             algo = self.cfg.algo
             shown = ["pg_clipfrac", "ppo_kl", "entropy", "kl_loss"]
@@ -225,9 +251,9 @@ class Trainer:
                 module.reshard()
         return out
 
-    def backward(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> None:
+    def backward(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> float:
         """Forward and backward of one micro-batch; adds its sums to `total`, and its largest logprob difference to `worst`. `scale`:
-        RankPlan.scales of its step."""
+        RankPlan.scales of its step. Returns: the loss."""
         cfg, algo, own = self.cfg, self.cfg.algo, self.custom
         high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
 
@@ -279,28 +305,29 @@ class Trainer:
             return loss
 
         if "loss.custom" in own:
-            self.forward(self.model, batch, own_job, torch.cat([batch.rows[:0], *batch.where])).backward()
+            loss = self.forward(self.model, batch, own_job, torch.cat([batch.rows[:0], *batch.where]))
         else:
-            self.forward(self.model, batch, job).backward()
+            loss = self.forward(self.model, batch, job)
+        loss.backward()
+        return float(loss)
 
-    def update(self, step: int) -> float:
-        """Clip the gradient and step the optimizer. Returns the norm before clipping; VimeError, and no step, where it isn't finite."""
+    def norm(self) -> float:
+        """The gradient's norm over all ranks, where each gets the same."""
         params = list(self.model.parameters())
         for p in params:
             if p.grad is None:  # nothing to train on any rank: AdamW's moments still decay, as with any zero gradient
                 p.grad = torch.zeros_like(p)
         total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        if not math.isfinite(norm):
-            what = f"step {step}: the gradient's norm is {norm}; weights are unchanged"
-            raise VimeError(what, "lower train.lr; look at the last samples")
+        return float(total.full_tensor() if isinstance(total, DTensor) else total)
+
+    def update(self, norm: float) -> None:
+        """Clip the gradient, of this norm, and step the optimizer."""
         if norm > self.cfg.train.clip_grad:
-            for p in params:
+            for p in self.model.parameters():
                 assert p.grad is not None
                 p.grad.mul_(self.cfg.train.clip_grad / norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
 
     def publish(self, version: int) -> tuple[Published | None, Canary]:
         """Write weights `version` for the servers. Returns the files, on rank 0, and the canary that proves that the servers took them."""
@@ -315,12 +342,29 @@ class Trainer:
         """See Publisher.whole. Not a collective: for rank 0."""
         return self.publisher.whole(version)
 
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write)."""
-        state.save_rank(Path(folder), self.model, self.optimizer, self.source, getattr(torch, self.cfg.train.dtype))
+    def save(self, folder: str, keep: int | None = None) -> None:
+        """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write). With `keep` only copy it, and write it in
+        the background, where rank 0 then commits the checkpoint; what fails there is raised by `train` or `flush`."""
+        self.flush()
+        share = state.share(self.model, self.optimizer, getattr(torch, self.cfg.train.dtype), copied=keep is not None)
+        if keep is None:
+            return state.save_share(Path(folder), share, self.source)
+        self.writing = self.writer.submit(self.write_behind, Path(folder), share, keep)
+
+    def write_behind(self, folder: Path, share: state.Share, keep: int) -> None:
+        with checkpoint.whole(folder) if self.rank == 0 else nullcontext():
+            state.save_share(folder, share, self.source, self.side)
+            if self.rank == 0:
+                checkpoint.commit(folder, keep)
+
+    def flush(self) -> None:
+        """Wait for the checkpoint that is being written. Raises: VimeError where it could not be."""
+        writing, self.writing = self.writing, None
+        agree(writing.exception() if writing else None)
 
     def close(self) -> None:
         """Leave the process group and remove the published files."""
+        self.writer.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.rank == 0:

@@ -24,12 +24,11 @@ from transformers.utils.logging import disable_progress_bar
 from vime.errors import VimeError
 from vime.trainer.packing import Pack
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # a rank that hangs fails the others after this long
 HEAD_FACTORS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
-def init(rank: int, world: int, addr: str, port: int) -> torch.device:
-    """Join the process group; gloo on CPU, nccl on CUDA. Returns this rank's device."""
+def init(rank: int, world: int, addr: str, port: int, timeout: float) -> torch.device:
+    """Join the process group; gloo on CPU, nccl on CUDA. A collective fails after `timeout` seconds. Returns this rank's device."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     cuda = torch.cuda.is_available()
@@ -37,7 +36,7 @@ def init(rank: int, world: int, addr: str, port: int) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     backend, url = "nccl" if cuda else "gloo", f"tcp://{addr}:{port}"
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     return device
 
 
@@ -107,11 +106,14 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
     Sharded.__name__ = base.__name__
     disable_progress_bar()
     try:
-        model = Sharded.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="vime_packed", distributed_config=DistributedConfig(fsdp_size=world)
-        )
+        model, info = Sharded.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="vime_packed", distributed_config=DistributedConfig(fsdp_size=world),
+            output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
+    if missing := sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or {})):  # from_pretrained would leave them random
+        raise VimeError(f"model {path}: its files lack {len(missing)} of the model's weights, {missing[0]} first", "get the folder anew")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # logprobs must be those that the servers compute
@@ -133,11 +135,11 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
     return revert_weight_conversion(model, out) if out else out
 
 
-def agree(error: BaseException | None) -> None:
+def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank where any rank failed; a collective. The failing rank raises its own error."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     failed = torch.tensor([0.0 if error is None else 1.0], device=device)
-    dist.all_reduce(failed)
+    dist.all_reduce(failed, group=group)
     if error is not None:
         raise error
     if failed.item():

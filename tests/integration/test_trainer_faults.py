@@ -1,0 +1,177 @@
+"""Numbers and ranks that go wrong: NaN steps skipped, a failing rank's peers let go, a hanging rank found, damaged checkpoints named."""
+
+import json
+import time
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
+from vime.cluster import Cluster
+from vime.errors import VimeError
+from vime.sample import meta_of
+from vime.trainer import checkpoint
+from vime.trainer.batch import plan
+
+MANY = {"max_tokens_per_gpu": 30}  # several micro-batches
+
+
+def spoil(trainer, at, value=float("nan")):
+    """From now on the `at`-th forward, counted from 1, gives `value` in place of hidden states."""
+    calls = iter(range(1, 10**6))
+    norm = trainer.model.model.norm
+    return norm.register_forward_hook(lambda _m, _a, out: out * value if next(calls) == at else out)
+
+
+def moments(trainer):
+    return {k: {n: v.clone() for n, v in trainer.optimizer.state[p].items()} for k, p in trainer.model.named_parameters()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if torch.is_tensor(a[k]) else same(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_optimizer_step_is_skipped_and_leaves_no_trace(tmp_path, value):
+    """As if its samples had not been there: weights, moments, and the metrics of the other optimizer step."""
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, train=MANY | {"lr": 1e-3})
+    with one_rank(cfg) as t:
+        train_once(t, cfg, 1, make_batch(30))
+        before = weights(t), moments(t)
+        hook = spoil(t, 2, value)
+        metrics = train_once(t, cfg, 2, make_batch(31))
+        hook.remove()
+        assert metrics["train/skipped_steps"] == 1 and metrics["train/optimizer_steps"] == 0
+        assert "train/loss" not in metrics and "train/grad_norm" not in metrics and metrics["train/logprob_abs_diff_max"] == 0
+        assert same(weights(t), before[0]) and same(moments(t), before[1])
+        metrics = train_once(t, cfg, 3, make_batch(32))
+        assert metrics["train/skipped_steps"] == 0 and t.bad_steps == 0
+        end = weights(t)
+    with one_rank(cfg) as t:
+        train_once(t, cfg, 1, make_batch(30))
+        assert {k: v for k, v in train_once(t, cfg, 3, make_batch(32)).items() if "perf/" not in k} == {
+            k: v for k, v in metrics.items() if "perf/" not in k
+        }
+        assert same(weights(t), end)
+
+
+def test_bad_steps_in_a_row_stop_the_run(tmp_path):
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, train=MANY | {"max_bad_steps": 2})
+    with one_rank(cfg) as t:
+        hook = spoil(t, 2)
+        assert train_once(t, cfg, 1, make_batch(30))["train/skipped_steps"] == 1
+        hook.remove()
+        spoil(t, 3)
+        said = r"step 2: 2 optimizer step\(s\) in a row.*rank 0, micro-batch 3 of \d+ \(samples [\d, .]+\): its loss is nan; the first bad gradient is that of model.embed_tokens.weight"
+        with pytest.raises(VimeError, match=said) as e:
+            train_once(t, cfg, 2, make_batch(31))
+        assert len(str(e.value).splitlines()) == 1
+
+
+def spoil_rank_one(trainer, cfg):
+    trainer.setup()
+    if trainer.rank == 1:
+        spoil(trainer, 1)
+    first = train_once(trainer, cfg, 1, make_batch(30))["train/skipped_steps"]
+    if trainer.rank == 1:
+        spoil(trainer, 1)
+    try:
+        return first, train_once(trainer, cfg, 2, make_batch(31))
+    except VimeError as e:
+        return first, str(e)
+
+
+def test_ranks_agree_on_a_bad_step(tmp_path, two_ranks):
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, parallel={"fsdp": 2}, train={"max_bad_steps": 2})
+    a, b = two_ranks(spoil_rank_one, cfg, timeout=60)
+    assert a == b and a[0] == 1 and "rank 1, micro-batch 1 of 1" in a[1]
+
+
+def fail_alone(trainer, cfg):
+    """Rank 1 fails in its forward and is still there for a while."""
+    trainer.setup()
+    if trainer.rank == 1:
+        trainer.model.model.norm.register_forward_hook(lambda *_: 1 / 0)
+    start = time.monotonic()
+    try:
+        train_once(trainer, cfg, 4, make_batch(30))
+    except Exception as e:
+        took = time.monotonic() - start
+        time.sleep(12 * trainer.rank)
+        return took, f"{type(e).__name__}: {e}"
+
+
+def test_peers_of_a_rank_that_fails_by_itself_fail_now(tmp_path, two_ranks):
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, parallel={"fsdp": 2})
+    (took, peer), (_, failing) = two_ranks(fail_alone, cfg, timeout=60)
+    assert took < 10 and not peer.startswith("VimeError"), peer
+    assert failing.startswith("VimeError: step 4, rank 1, micro-batch 1 of 1 (samples") and "ZeroDivisionError" in failing
+
+
+def hang_on_rank_one(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw):
+    while dist.get_rank() == 1:
+        time.sleep(0.1)
+    return pg_loss, [m.float() for m in loss_masks], {}
+
+
+def test_a_hanging_rank_ends_the_step_with_its_stack(tmp_path):
+    own = {"custom_tis": f"{__name__}:hang_on_rank_one".replace(":", ".")}
+    changes = {"parallel": {"fsdp": 2}, "algo": own, "train": {"step_timeout": 20, "max_staleness": 1}}
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, **changes)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    batch = make_batch(30)
+    for s in (s for g in batch for s in g):
+        s.token_versions = [0 if v >= 0 else v for v in s.token_versions]
+    metas = [meta_of(s) for g in batch for s in g]
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    try:
+        cluster = Cluster(cfg, cfg.folder)
+        cluster.gather(cluster.start_trainers("127.0.0.1", None), "trainer rank")
+        start = time.monotonic()
+        data = {g[0].group_index: ray.put(g) for g in batch}
+        with pytest.raises(VimeError) as e:
+            cluster.train(1, plan(metas, [1.0] * len(metas), cfg, 2), data)
+        assert time.monotonic() - start < 40
+        assert "step 1, training: not finished after 20 s (train.step_timeout); trainer rank 1: File" in e.value.what
+        assert "hang_on_rank_one" in e.value.what and "rank 0" not in e.value.what
+        assert "vime/trainer/engine.py" in e.value.log and "in backward" in e.value.log
+    finally:
+        ray.shutdown()
+
+
+def test_damaged_and_foreign_checkpoints_are_refused_by_name(tmp_path):
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path)
+    with one_rank(cfg) as t:
+        train_once(t, cfg, 1, make_batch(30))
+        path = checkpoint.write(tmp_path / "c", 1, {}, lambda p: t.save(str(p)), keep=1)
+    checkpoint.refuse_other_model(path, cfg.model)
+    other = make_model(tmp_path / "other", tied=False)
+    with pytest.raises(VimeError, match="checkpoint of another model than .*other: tie_word_embeddings is True there, False here"):
+        checkpoint.refuse_other_model(path, str(other))
+    shard = next((path / "trainer").glob("*.distcp"))
+    whole = shard.read_bytes()
+
+    def refused(said):
+        with pytest.raises(VimeError, match=said), one_rank(cfg, path):
+            pass
+
+    shard.write_bytes(whole[: len(whole) // 2])
+    refused(f"its shard {shard.name} is cut short: {len(whole) // 2} bytes of")
+    shard.unlink()
+    refused(f"its shard {shard.name} is missing")
+    shard.write_bytes(whole)
+    hf = path / "hf" / "config.json"
+    hf.write_text(json.dumps(json.loads(hf.read_text()) | {"num_hidden_layers": 1}))
+    refused(r"the model has no model.model.layers.1.*weight and \d+ more")
+    hf.write_text(json.dumps(json.loads(hf.read_text()) | {"num_hidden_layers": 3}))
+    refused("its files lack 9 of the model's weights, model.layers.2.")
+
+
+def test_a_model_folder_without_all_weights_is_refused(tmp_path):
+    folder = make_model(tmp_path / "m")
+    cfg = folder / "config.json"
+    cfg.write_text(json.dumps(json.loads(cfg.read_text()) | {"num_hidden_layers": 3}))
+    with pytest.raises(VimeError, match="m: its files lack 9 of the model's weights, model.layers.2."), one_rank(make_cfg(folder, tmp_path)):
+        pass
