@@ -226,6 +226,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
     from vime.cluster import Cluster  # Ray takes seconds to import: not before the inputs are known to be good
 
     folder, ckpt, state, start = cfg.folder, *begin
+    width = int(model.shape(cfg.model).get("hidden_size") or 0)
     log = MetricLogger(cfg, folder, cfg.train.steps, start)
     saved = start
 
@@ -284,7 +285,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 else:
                     rewards_, groups_, rollouts_ = zip(*((m.reward, m.group_index, m.rollout_id) for m in metas), strict=True)
                     advantages = grpo(rewards_, groups_, rollouts_, cfg.algo.normalize_std).tolist()
-                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
+                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp, width), data)
                 t2 = time.monotonic()
 
                 sent = cluster.publish(step)

@@ -180,7 +180,7 @@ def test_async_save_writes_behind_the_next_step(tmp_path, monkeypatch):
         with file_size_limit((new / "hf" / "model.safetensors").stat().st_size // 2):
             save(t, cfg, folder, 3)
             wait([t.writing])
-        with pytest.raises(VimeError, match="step_000003.tmp could not be written.*earlier checkpoints are intact"):
+        with pytest.raises(VimeError, match=r"step_000003\.tmp could not be written.*earlier checkpoints are intact"):
             train(t, cfg, [4])
         assert checkpoint.latest(folder) == new and contents(new) == before and not list(folder.glob("*.tmp"))
 

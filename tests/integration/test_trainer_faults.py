@@ -64,8 +64,8 @@ def test_bad_steps_in_a_row_stop_the_run(tmp_path):
         assert train_once(t, cfg, 1, make_batch(30))["train/skipped_steps"] == 1
         hook.remove()
         spoil(t, 3)
-        said = r"step 2: 2 optimizer step\(s\) in a row.*rank 0, micro-batch 3 of \d+ \(samples [\d, .]+\): its loss is nan; the first bad gradient is that of model.embed_tokens.weight"
-        with pytest.raises(VimeError, match=said) as e:
+        said = r"step 2: 2 optimizer step\(s\) in a row.*rank 0, micro-batch 3 of \d+ \(samples [\d, .]+\): its loss is nan; "
+        with pytest.raises(VimeError, match=said + "the first bad gradient is that of model.embed_tokens.weight") as e:
             train_once(t, cfg, 2, make_batch(31))
         assert len(str(e.value).splitlines()) == 1
 
@@ -148,7 +148,7 @@ def test_damaged_and_foreign_checkpoints_are_refused_by_name(tmp_path):
         path = checkpoint.write(tmp_path / "c", 1, {}, lambda p: t.save(str(p)), keep=1)
     checkpoint.refuse_other_model(path, cfg.model)
     other = make_model(tmp_path / "other", tied=False)
-    with pytest.raises(VimeError, match="checkpoint of another model than .*other: tie_word_embeddings is True there, False here"):
+    with pytest.raises(VimeError, match=r"checkpoint of another model than .*other: tie_word_embeddings is True there, False here"):
         checkpoint.refuse_other_model(path, str(other))
     shard = next((path / "trainer").glob("*.distcp"))
     whole = shard.read_bytes()
@@ -173,5 +173,5 @@ def test_a_model_folder_without_all_weights_is_refused(tmp_path):
     folder = make_model(tmp_path / "m")
     cfg = folder / "config.json"
     cfg.write_text(json.dumps(json.loads(cfg.read_text()) | {"num_hidden_layers": 3}))
-    with pytest.raises(VimeError, match="m: its files lack 9 of the model's weights, model.layers.2."), one_rank(make_cfg(folder, tmp_path)):
+    with pytest.raises(VimeError, match=r"m: its files lack 9 of the model's weights, model.layers.2."), one_rank(make_cfg(folder, tmp_path)):
         pass

@@ -54,8 +54,10 @@ def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: st
     return np.full(len(n), 1.0 / scale)
 
 
-def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int) -> list[RankPlan]:
-    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches.
+def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0) -> list[RankPlan]:
+    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches, of like cost.
+
+    `width`: the model's hidden size, from which the share of attention follows; 0: cost is tokens.
 
     Loss weights are set here, once for all ranks, so their sum depends on nothing below. Samples of a group stay together
     where they can, since they share their prompt's computation. Returns: one RankPlan per rank.
@@ -76,9 +78,13 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         live.sort(key=lambda x: (x[0].group_index, x[0].index))
         skipped += len(rows) - len(live)
         scales.append(1.0 / max(1, sum(trained) if cfg.loss.aggregate == "token-mean" else len(chosen)))
-        batches = [_fill(part, cfg.train.max_tokens_per_gpu) for part in _cut(live, world)]
-        for r, b in enumerate(batches):
-            steps[r].append(b + [[]] * (max(map(len, batches)) - len(b)))
+        budget, parts = cfg.train.max_tokens_per_gpu, _cut(live, world, width)
+        batches = [_fill(part, budget) for part in parts]
+        n = max(map(len, batches))
+        for r, (part, b) in enumerate(zip(parts, batches)):
+            even = _cut(part, n, width)  # ranks run in lock-step, so each wants its work spread evenly over all micro-batches
+            fits = all(len(row) <= 1 or sum(_costs(row)) <= budget for row in even)
+            steps[r].append([[i for _, i in row] for row in even] if fits else b + [[]] * (n - len(b)))
     return [RankPlan(s, skipped, scales) for s in steps]
 
 
@@ -88,9 +94,19 @@ def _costs(row: Sequence[tuple[SampleMeta, Item]]) -> list[int]:
     return [m.response_length + (0 if keys[i] == keys[i + 1] else m.prompt_length) for i, (m, _) in enumerate(row)]
 
 
-def _cut(row: list[tuple[SampleMeta, Item]], parts: int) -> list[list[tuple[SampleMeta, Item]]]:
-    """Cut a row of samples, in order, into `parts` of about equal tokens."""
-    cost = np.array(_costs(row), dtype=np.float64)
+def _work(row: Sequence[tuple[SampleMeta, Item]], width: int) -> np.ndarray:
+    """Work of each sample when the row is packed in order, in tokens. A token costs 24 width^2 FLOPs in a layer's products, and a pair of
+    tokens in its attention 4 width: a sixth of a token by width."""
+    new = np.array(_costs(row), dtype=np.float64)
+    if not width:
+        return new
+    whole = np.array([m.prompt_length + m.response_length for m, _ in row], dtype=np.float64)
+    return new + (whole**2 - (whole - new) ** 2) / 2 / (6 * width)
+
+
+def _cut(row: list[tuple[SampleMeta, Item]], parts: int, width: int) -> list[list[tuple[SampleMeta, Item]]]:
+    """Cut a row of samples, in order, into `parts` of about equal work."""
+    cost = _work(row, width)
     middle = np.cumsum(cost) - cost / 2
     to = np.minimum((middle * parts / max(cost.sum(), 1)).astype(int), parts - 1)
     return [[x for x, t in zip(row, to) if t == p] for p in range(parts)]
