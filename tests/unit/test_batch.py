@@ -129,8 +129,8 @@ def test_micro_batches_are_alike_on_all_ranks():
     """Not full ones and a rest; a rank that would need fewer of them takes as many, in place of empty ones."""
     for p in plan(of_lengths(*[12] * 20), [1.0] * 20, make_cfg(max_tokens_per_gpu=40), 2):
         assert sorted(len(micro) for micro in p.steps[0]) == [2, 2, 3, 3]
-    long, short = plan(of_lengths(*[90] * 2, *[20] * 9), [1.0] * 11, make_cfg(max_tokens_per_gpu=90), 2)
-    assert [len(m) for m in long.steps[0]] == [1, 1] and sorted(len(m) for m in short.steps[0]) == [4, 5]
+    long, short = plan(of_lengths(*[60] * 3, *[15] * 12), [1.0] * 15, make_cfg(max_tokens_per_gpu=90), 2)
+    assert [len(m) for m in long.steps[0]] == [1, 1, 1] and [len(m) for m in short.steps[0]] == [4, 4, 4]
 
 
 def test_zero_advantage_is_left_out_only_where_it_gives_no_gradient():

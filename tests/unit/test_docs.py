@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from vime import config
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in ("quickstart", "rollout", "engines", "plugins", "eval", "algorithms", "moe", "benchmarks", "dependencies"))]
+DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in ("quickstart", "rollout", "engines", "plugins", "eval", "algorithms", "moe", "trainer", "benchmarks", "dependencies"))]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out
 
 

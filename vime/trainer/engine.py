@@ -161,14 +161,13 @@ class Trainer:
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
         norms: list[float] = []  # of the steps that were taken
         for mini, total, scale in zip(steps, sums, plan.scales, strict=True):
-            before, losses = (worst.clone(), Counter(self.own)), []
+            before, rows = (worst.clone(), Counter(self.own)), sums.new_zeros(len(mini), len(SUMS))
             for k, batch in enumerate(mini):
                 with alone(f"step {step}, {named(mini, k)}"):
-                    losses.append(self.backward(batch, total, worst[0], scale))
+                    self.backward(batch, rows[k], worst[0], scale)
             norm = self.norm()
-            if bad := not_finite(self.model, mini, losses, norm):
+            if bad := not_finite(self.model, mini, rows[:, SUMS.index("loss")].tolist(), norm):
                 self.optimizer.zero_grad()
-                total.zero_()
                 worst[:], self.own = before
                 self.bad_steps += 1
                 if self.bad_steps >= self.cfg.train.max_bad_steps:
@@ -176,6 +175,7 @@ class Trainer:
                     raise VimeError(f"{what}: {bad}; weights are unchanged", "lower train.lr; look at these samples")
                 continue
             self.bad_steps = 0
+            total += rows.sum(0)
             self.update(norm)
             norms.append(norm)
         counts = torch.tensor([sum(b.ids.numel() for b in batches), stale.sum(), 0, 0], dtype=torch.float64, device=self.device)
@@ -251,9 +251,9 @@ class Trainer:
                 module.reshard()
         return out
 
-    def backward(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> float:
+    def backward(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> None:
         """Forward and backward of one micro-batch; adds its sums to `total`, and its largest logprob difference to `worst`. `scale`:
-        RankPlan.scales of its step. Returns: the loss."""
+        RankPlan.scales of its step."""
         cfg, algo, own = self.cfg, self.cfg.algo, self.custom
         high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
 
@@ -305,11 +305,9 @@ class Trainer:
             return loss
 
         if "loss.custom" in own:
-            loss = self.forward(self.model, batch, own_job, torch.cat([batch.rows[:0], *batch.where]))
+            self.forward(self.model, batch, own_job, torch.cat([batch.rows[:0], *batch.where])).backward()
         else:
-            loss = self.forward(self.model, batch, job)
-        loss.backward()
-        return float(loss)
+            self.forward(self.model, batch, job).backward()
 
     def norm(self) -> float:
         """The gradient's norm over all ranks, where each gets the same."""
