@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,15 +126,29 @@ def load_model(path: str | Path, dtype: str, device: torch.device, checkpointing
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out. A collective."""
+    return {name: t for part in whole_layers(model, dtype) for name, t in part.items()}
+
+
+def whole_layers(model: PreTrainedModel, dtype: torch.dtype, meta: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    """As full_tensors, one decoder layer after the other (what lies outside of them one by one), so that no more than that is ever whole.
+    With `meta` tensors without data, on every rank, and not a collective."""
     tied = set(model.all_tied_weights_keys or {})
-    out: dict[str, torch.Tensor] = {}
+    layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in model.state_dict().items():
-        if name in tied:
-            continue
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0:
-            out[name] = full.to("cpu", dtype if full.is_floating_point() else None)
-    return revert_weight_conversion(model, out) if out else out
+        if name not in tied:
+            layer = re.match(r".*?\.layers\.\d+\.", name)
+            layers.setdefault(layer[0] if layer else name, {})[name] = value
+    for part in layers.values():
+        out = {}
+        for name, value in part.items():
+            kind = dtype if value.is_floating_point() else value.dtype
+            if meta:
+                out[name] = torch.empty(value.shape, dtype=kind, device="meta")
+                continue
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if dist.get_rank() == 0:
+                out[name] = full.to("cpu", kind)
+        yield revert_weight_conversion(model, out) if out else out
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
