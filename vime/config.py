@@ -230,6 +230,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; master weights and optimizer are always fp32")
     max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
     gradient_checkpointing: bool = False
+    offload: Literal["none", "optimizer"] = Field("none", description="optimizer: AdamW's moments lie in host memory but for the update itself (on GPUs)")
     skip_zero_advantage: bool = Field(
         True, description="leave samples without a gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss stays exact"
     )

@@ -169,6 +169,29 @@ def test_damaged_and_foreign_checkpoints_are_refused_by_name(tmp_path):
     refused("its files lack 9 of the model's weights, model.layers.2.")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offloaded_moments_give_the_same_numbers(tmp_path):
+    ends = []
+    for where in ("none", "optimizer"):
+        cfg = make_cfg(make_model(tmp_path / where), tmp_path, train={"offload": where})
+        with one_rank(cfg) as t:
+            for step in (1, 2, 3):
+                train_once(t, cfg, step, make_batch(30 + step))
+            ends.append(weights(t))
+            places = {s["exp_avg"].device.type for s in t.optimizer.state.values()}
+        assert places == {"cpu" if where == "optimizer" else "cuda"}
+    assert same(*ends)
+
+
+def test_offload_is_refused_where_there_is_nothing_to_offload_from(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("the trainer runs on a GPU here")
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, train={"offload": "optimizer"})
+    with pytest.raises(VimeError, match=r'train.offload = "optimizer": this trainer runs on the CPU'), one_rank(cfg):
+        pass
+
+
 def test_a_model_folder_without_all_weights_is_refused(tmp_path):
     folder = make_model(tmp_path / "m")
     cfg = folder / "config.json"

@@ -94,6 +94,8 @@ class Trainer:
         self.custom, self.args = hooks.loss_side(cfg), hooks.plugin_args(cfg)
         self.device = init(self.rank, self.world, *self.address, cfg.train.step_timeout + 60)
         self.side = dist.new_group(backend="gloo") if cfg.checkpoint.async_save else None  # a thread's collectives need a group of their own
+        if cfg.train.offload != "none" and self.device.type == "cpu":
+            raise VimeError(f'train.offload = "{cfg.train.offload}": this trainer runs on the CPU, whose memory that is', "leave it out")
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
@@ -111,6 +113,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW([decayed, plain], lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=True)
         if folder:
             state.load_rank(Path(folder), self.model, self.optimizer)
+            self.offload("cpu")
         self.publisher = Publisher(cfg, self.rank)
         if self.rank == 0:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
@@ -324,8 +327,15 @@ class Trainer:
             for p in self.model.parameters():
                 assert p.grad is not None
                 p.grad.mul_(self.cfg.train.clip_grad / norm)
+        self.offload(self.device)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.offload("cpu")
+
+    def offload(self, device: torch.device | str) -> None:
+        """With train.offload move the moments to `device`; their numbers stay what they are."""
+        for moments in self.optimizer.state.values() if self.cfg.train.offload == "optimizer" else ():
+            moments |= {k: moments[k].to(device) for k in ("exp_avg", "exp_avg_sq") if k in moments}
 
     def publish(self, version: int) -> tuple[Published | None, Canary]:
         """Write weights `version` for the servers. Returns the files, on rank 0, and the canary that proves that the servers took them."""
