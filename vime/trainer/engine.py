@@ -75,7 +75,7 @@ class Trainer:
     """Rank `rank` of `world`. Methods are collectives: call each on every rank, in the same order.
 
     Raises (any method): VimeError for what a person can act on. Faults in a rank's input fail all ranks at once; where a rank
-    fails or dies by itself its peers lose the connection, and where it hangs they time out, after the controller (train.step_timeout).
+    dies its peers lose the connection; where it fails by itself or hangs they wait until the controller ends them, or time out.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, master_addr: str, master_port: int):

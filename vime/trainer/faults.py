@@ -1,4 +1,4 @@
-"""What is wrong with a rank's numbers, or with the rank: a step's NaN and inf found, a failing rank's peers let go."""
+"""What is wrong with a rank's numbers, or with the rank: a step's NaN and inf, an error in its own part of the work."""
 
 from __future__ import annotations
 
@@ -42,21 +42,16 @@ def not_finite(model: torch.nn.Module, batches: Sequence[Pack], losses: Sequence
     return "; ".join(found) or f"the gradient's norm is {norm}, though each gradient is finite"
 
 
-def lost(e: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
-    return isinstance(e, dist.DistError) or "gloo/transport" in str(e)
-
-
 @contextmanager
 def alone(what: str) -> Iterator[None]:
-    """In the block a rank works by itself between collectives of its model. Where it fails there it leaves the process group, so that peers
-    lose the connection now rather than wait for it. Raises: VimeError with `what`, the cause and the end of the traceback; connections that
-    others closed stay what they are, since they are not the cause."""
+    """In the block a rank works by itself between collectives of its model. Where it fails there its peers wait for it in vain, until the
+    controller, which sees this error at once, ends them. Raises: VimeError with `what`, the cause and the end of the traceback; a lost
+    connection stays what it is, since it is not the cause."""
     try:
         yield
+    except VimeError as e:
+        raise VimeError(f"{what}: {e.what}", e.fix, e.log) from e
     except Exception as e:
-        if dist.get_world_size() > 1 and dist.get_backend() == "gloo":  # nccl's own watchdog aborts; leaving by hand could block
-            dist.destroy_process_group()
-        if lost(e) or isinstance(e, VimeError):
+        if isinstance(e, dist.DistError) or "gloo/transport" in str(e):
             raise
         raise VimeError(f"{what}: {said(e)}", log=traceback.format_exc()[-3000:]) from e
