@@ -306,7 +306,7 @@ class Cluster:
         at = [r for r, frames in stacks.items() if not any("/torch/distributed/" in f for f in frames[:4])] or late
         where = "; ".join(f"trainer rank {r}: {stacks[r][0] if stacks[r] else 'no stack, its process is stopped or gone'}" for r in at)
         what = f"{doing}: not finished after {self.cfg.train.step_timeout:g} s (train.step_timeout); {where}"
-        log = "\n".join(f"rank {r}, innermost frame first:\n  " + "\n  ".join(stacks[r][:12]) for r in at if stacks[r])
+        log = "\n".join(f"rank {r}, innermost frame first:\n  " + "\n  ".join(stacks[r][:30]) for r in at if stacks[r])
         return VimeError(what, "rerun with --resume; raise train.step_timeout where this may take longer", log)
 
     def named(self, e: VimeError) -> VimeError:

@@ -102,7 +102,7 @@ def stray_on_rank_one(args, *, pg_loss, train_log_probs, rollout_log_probs, loss
 @pytest.mark.parametrize("how", ["raise", "hang"])
 def test_peers_of_a_rank_that_goes_astray_do_not_wait_for_it(tmp_path, how):
     """A step of real ranks in Ray: the error is there at once, or after train.step_timeout, and says which rank it was, and where."""
-    changes = {"parallel": {"fsdp": 2}, "train": {"step_timeout": 25}, "args": {"how": how}}
+    changes = {"parallel": {"fsdp": 2}, "train": {"step_timeout": 10}, "args": {"how": how}}
     cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, algo={"custom_tis": f"{__name__}.stray_on_rank_one"}, **changes)
     (cfg.folder / "logs").mkdir(parents=True)
     batch = make_batch(30)
@@ -119,7 +119,7 @@ def test_peers_of_a_rank_that_goes_astray_do_not_wait_for_it(tmp_path, how):
             assert took < 15 and e.value.what.startswith("step 1, rank 1, micro-batch 1 of 1 (samples"), e.value
             assert "algo.custom_tis: stray_on_rank_one failed: ZeroDivisionError: of rank 1" in e.value.what
         else:
-            assert 25 <= took < 45 and "step 1, training: not finished after 25 s (train.step_timeout); trainer rank 1: File" in e.value.what
+            assert 10 <= took < 30 and "step 1, training: not finished after 10 s (train.step_timeout); trainer rank 1: File" in e.value.what
             assert "in stray_on_rank_one" in e.value.what and "rank 0" not in e.value.what
             assert "vime/trainer/engine.py" in e.value.log and "in backward" in e.value.log
     finally:

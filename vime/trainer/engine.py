@@ -169,7 +169,7 @@ class Trainer:
                 with alone(f"step {step}, {named(mini, k)}"):
                     self.backward(batch, rows[k], worst[0], scale)
             norm = self.norm()
-            if bad := not_finite(self.model, mini, rows[:, SUMS.index("loss")].tolist(), norm):
+            if bad := not_finite(self.model, mini, rows[:, SUMS.index("loss")], norm):
                 self.optimizer.zero_grad()
                 worst[:], self.own = before
                 self.bad_steps += 1

@@ -21,16 +21,16 @@ def named(batches: Sequence[Pack], k: int) -> str:
     return f"rank {dist.get_rank()}, micro-batch {k + 1} of {len(batches)} ({f'samples {shown}' if uids else 'no samples'})"
 
 
-def not_finite(model: torch.nn.Module, batches: Sequence[Pack], losses: Sequence[float], norm: float) -> str:
+def not_finite(model: torch.nn.Module, batches: Sequence[Pack], losses: torch.Tensor, norm: float) -> str:
     """Where the first NaN or inf of an optimizer step is, over all ranks, which get the same answer; empty where there is none.
 
-    `batches` and `losses` are this rank's micro-batches, `norm` the gradient's, which is known to be the same on every rank. A collective.
+    `batches` and `losses` (N,) are of this rank's micro-batches, `norm` the gradient's, which is known to be the same on every rank. A collective.
     """
-    bad = torch.tensor([0.0 if math.isfinite(norm) and all(map(math.isfinite, losses)) else 1.0], device=batches[0].ids.device)
+    bad = (~torch.isfinite(losses)).any().float() if math.isfinite(norm) else torch.ones((), device=losses.device)
     dist.all_reduce(bad, dist.ReduceOp.MAX)
     if not bad.item():
         return ""
-    loss = next((f"{named(batches, k)}: its loss is {x}" for k, x in enumerate(losses) if not math.isfinite(x)), "")
+    loss = next((f"{named(batches, k)}: its loss is {x}" for k, x in enumerate(losses.tolist()) if not math.isfinite(x)), "")
     grads = ((i, n, p.grad) for i, (n, p) in enumerate(model.named_parameters()) if p.grad is not None)
     local = ((i, n, getattr(g, "_local_tensor", g)) for i, n, g in grads)
     first = next(((i, n) for i, n, g in local if not torch.isfinite(g).all()), None)
