@@ -99,8 +99,9 @@ def read_state(ckpt: Path) -> dict[str, Any]:
 def refuse_other_model(ckpt: Path, model: str) -> None:
     """Raises: VimeError where the model folder has another shape than the one that the checkpoint continues; names what differs."""
     try:
-        ours, theirs = (json.loads((folder / "config.json").read_text("utf-8")) for folder in (ckpt / "hf", Path(model)))
-    except (OSError, ValueError) as e:
+        found = [json.loads((folder / "config.json").read_text("utf-8")) for folder in (ckpt / "hf", Path(model))]
+        ours, theirs = (c | (c.get("text_config") or {}) for c in found)
+    except (OSError, ValueError, TypeError, AttributeError) as e:
         raise VimeError(f"{ckpt}: its model's configuration cannot be compared with that of {model}: {said(e)}") from e
     shape = [k for k in sorted({*ours, *theirs}) if k in ("model_type", "vocab_size", "tie_word_embeddings") or k.endswith(("_size", "_dim"))
              or k.startswith("num_")]  # fmt: skip
