@@ -67,9 +67,8 @@ def save_share(folder: Path, part: Share, source: Path, group: dist.ProcessGroup
         raise VimeError(f"checkpoint {folder.name} could not be written: {last_line(e)}", FULL) from e
 
 
-def misfit(wanted: dict[str, Any], held: dcp.Metadata) -> str:
-    """The first difference between a model's tensors, as `tree` gives them, and those of a checkpoint; empty where there is none."""
-    shapes = {f"{part}.{name}": tuple(v.shape) for part, tensors in wanted.items() for name, v in tensors.items()}
+def misfit(shapes: dict[str, tuple[int, ...]], held: dcp.Metadata) -> str:
+    """The first difference between the tensors of a model and its optimizer and those of a checkpoint; empty where there is none."""
     found = {k: tuple(getattr(v, "size", ())) for k, v in held.state_dict_metadata.items()}
     for names, what in ((shapes.keys() - found.keys(), "it lacks"), (found.keys() - shapes.keys(), "the model has no")):
         if names:
@@ -112,7 +111,9 @@ def load_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optim
     wanted = tree(model, optimizer)
     try:
         held = dcp.FileSystemReader(folder / "trainer").read_metadata()
-        if fault := misfit(wanted, held) or cut_short(folder / "trainer", held):
+        ranks: list[Any] = [None] * dist.get_world_size()  # where they have different layers, the checkpoint has those of all
+        dist.all_gather_object(ranks, {f"{part}.{name}": tuple(v.shape) for part, tensors in wanted.items() for name, v in tensors.items()})
+        if fault := misfit({k: shape for rank in ranks for k, shape in rank.items()}, held) or cut_short(folder / "trainer", held):
             raise ValueError(fault)
         dcp.load(wanted, checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:
