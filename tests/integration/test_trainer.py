@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError
@@ -225,6 +225,17 @@ def test_publish_writes_whole_weights_and_a_true_canary(tmp_path, tied):
         logp = torch.log_softmax(model(torch.tensor([canary.token_ids])).logits[0].detach(), -1)
         want = logp[range(len(canary.token_ids) - 1), canary.token_ids[1:]]
         torch.testing.assert_close(torch.tensor(canary.log_probs), want, rtol=0, atol=1e-5)
+
+
+def test_publish_of_experts_is_bit_for_bit_the_folder(tmp_path):
+    """The model holds a layer's experts in one tensor; the file, written layer by layer, has each expert's own, as servers want them."""
+    shape = {"vocab_size": 61, "hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    config = Qwen3MoeConfig(**shape, intermediate_size=48, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    with one_rank(make_cfg(tmp_path / "m", tmp_path)) as t:
+        found, given = load_file(t.publisher.publish(t.model, 0).path), load_file(tmp_path / "m" / "model.safetensors")
+    assert sum("experts.3" in k for k in found) == 6
+    assert found.keys() == given.keys() and all(torch.equal(found[k], given[k]) for k in given)
 
 
 def lose_a_sample_on_rank_one(trainer, cfg):
