@@ -69,7 +69,7 @@ def plain(a: argparse.Namespace, samples: dict[int, Sample], p: RankPlan) -> Any
             lp = -ce.view(len(rows), longest - 1)
             loss = -((lp - lp.detach()).exp() * weight[:, 1:]).sum()
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
