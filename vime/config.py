@@ -147,10 +147,15 @@ class TrainConfig(Section):
     max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
     gradient_checkpointing: bool = False
     freeze_vision: bool = Field(False, description="leave the vision tower of a vision-language model as it is")
+    offload: Literal["none", "optimizer"] = Field("none", description="optimizer: AdamW's moments lie in host memory but for the update itself (on GPUs)")
     skip_zero_advantage: bool = Field(
         True, description="leave samples without a gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss stays exact"
     )
     logprob_chunk: int = Field(1024, ge=1, description="tokens per chunk of the vocabulary projection")
+    max_bad_steps: int = Field(
+        3, ge=1, description="optimizer steps without a finite loss and gradient are skipped; this many in a row stop the run"
+    )
+    step_timeout: float = Field(1800, gt=0, le=1e6, description="seconds a trainer rank may take for a step, publish or save; then the run stops, with its stack")
 
 
 class ParallelConfig(Section):
@@ -192,6 +197,7 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     interval: int = Field(10, ge=1, description="steps between checkpoints (also after the last step)")
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    async_save: bool = Field(False, description="copy to host memory and write while training goes on; the next save waits, see docs/trainer.md")
 
 
 class Config(Section):

@@ -30,7 +30,7 @@ from vime.rollout.offline import Offline
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
-from vime.trainer import axes
+from vime.trainer import axes, checkpoint
 from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 from vime.weights import server_dtype
@@ -83,6 +83,9 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
     if os.path.isdir(cfg.model):
         tokenizer = attempt("model: ", load, cfg.model)
         attempt("", axes.check, cfg)
+        size = model.shape(cfg.model).get("vocab_size")
+        if tokenizer and size and tokenizer.size > size:
+            faults.append(f"model {cfg.model}: its tokenizer has {tokenizer.size} tokens, the model a vocabulary of {size}: is it another model's?")
         if cfg.rollout.routing_replay:
             from vime.trainer.routing import check_model  # torch takes seconds to import
 
@@ -159,6 +162,7 @@ def check_start(cfg: Config, prompts: Prompts, start: Start) -> int:
     cannot go on from there with this configuration and data."""
     if not start.ckpt:
         return 0
+    checkpoint.refuse_other_model(start.ckpt, cfg.model)
     if not cfg.data.source:
         prompts.load_state(start.state["prompts"])
     return len(too_late(cfg, start.state["groups"], start.step + 1))
@@ -233,9 +237,9 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
 def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Start) -> int:
     """`train` in the run's folder."""
     from vime.cluster import Cluster  # Ray takes seconds to import: not before the inputs are known to be good
-    from vime.trainer import checkpoint
 
     folder, ckpt, state, start = cfg.folder, *begin
+    width = int(model.shape(cfg.model).get("hidden_size") or 0)
     log = MetricLogger(cfg, folder, cfg.train.steps, start)
     saved = start
 
@@ -247,7 +251,15 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
             cluster.save_groups(tmp / GROUPS, groups)
             cluster.save(tmp)
 
-        checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
+        if not cfg.checkpoint.async_save:
+            checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
+        else:
+            cluster.flush()
+            tmp = checkpoint.begin(folder / "checkpoints", step, {"step": step} | state)
+            cluster.save_groups(tmp / GROUPS, groups)
+            cluster.save(tmp, cfg.checkpoint.keep)
+            if step == cfg.train.steps or interrupt.requested:
+                cluster.flush()
         saved = step
 
     interrupt = Interrupt()
@@ -288,7 +300,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                     metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)
                 else:
                     metas, advantages = (metas, [1.0] * len(metas)) if cfg.offline else estimate(metas, cfg)
-                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
+                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp, width), data)
                 t2 = time.monotonic()
 
                 sent = cluster.publish(step) if online else {}

@@ -41,6 +41,7 @@ class Tokenizer:
             raise VimeError(f"{folder}: its tokenizer does not load: {file.name}: {said(e)}", fix) from e
         self._rust.no_truncation()
         self._rust.no_padding()
+        self.size = 1 + max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1)  # beyond the last id
         self.special: dict[str, str] = {k: v for k, v in named.items() if isinstance(v, str)}
         self.chat_template: str | None = template
         model: Any = {}
