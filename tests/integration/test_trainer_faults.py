@@ -83,10 +83,12 @@ def spoil_rank_one(trainer, cfg):
         return first, str(e)
 
 
-def test_ranks_agree_on_a_bad_step(tmp_path, two_ranks):
-    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, parallel={"fsdp": 2}, train={"max_bad_steps": 2})
+@pytest.mark.parametrize("axis", ["fsdp", "tp", "pp"])
+def test_ranks_agree_on_a_bad_step(tmp_path, two_ranks, axis):
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, parallel={axis: 2}, train={"max_bad_steps": 2})
     a, b = two_ranks(spoil_rank_one, cfg, timeout=60)
-    assert a == b and a[0] == 1 and "rank 1, micro-batch 1 of 1" in a[1]
+    assert a == b and a[0] == 1 and "rank 1, micro-batch 1 of " in a[1]
+    assert "the first bad gradient is that of model.embed_tokens.weight" in a[1]
 
 
 def stray_on_rank_one(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,15 +32,21 @@ def not_finite(model: torch.nn.Module, batches: Sequence[Pack], losses: torch.Te
     if not bad.item():
         return ""
     loss = next((f"{named(batches, k)}: its loss is {x}" for k, x in enumerate(losses.tolist()) if not math.isfinite(x)), "")
-    grads = ((i, n, p.grad) for i, (n, p) in enumerate(model.named_parameters()) if p.grad is not None)
-    local = ((i, n, getattr(g, "_local_tensor", g)) for i, n, g in grads)
-    first = next(((i, n) for i, n, g in local if not torch.isfinite(g).all()), None)
-    ranks: list[tuple[str, tuple[int, str] | None]] = [("", None)] * dist.get_world_size()
+    grads = ((n, getattr(p.grad, "_local_tensor", p.grad)) for n, p in model.named_parameters() if p.grad is not None)
+    names = [n for n, g in grads if not torch.isfinite(g).all()]
+    first = min(((depth(n), i, n) for i, n in enumerate(names)), default=None)
+    ranks: list[tuple[str, tuple[float, int, str] | None]] = [("", None)] * dist.get_world_size()
     dist.all_gather_object(ranks, (loss, first))
     found = [text for text, _ in ranks if text][:1]
     if grad := min((f for _, f in ranks if f), default=None):
-        found.append(f"the first bad gradient is that of {grad[1]}")
+        found.append(f"the first bad gradient is that of {grad[2]}")
     return "; ".join(found) or f"the gradient's norm is {norm}, though each gradient is finite"
+
+
+def depth(name: str) -> float:
+    """Where in the model a parameter lies, on whatever rank: ranks of a pipeline each number their own."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    return int(layer[1]) if layer else -1 if "embed" in name else math.inf
 
 
 @contextmanager
