@@ -82,7 +82,7 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         if pp > 1:  # a pipeline wants as many micro-batches as it has ranks, interleaved a multiple; all of one length, so about equal ones
             count = -(-count // pp) * pp
             even = [_cut(share, count) for share in shares]
-            fits = [max(sum(_costs(b)) for b in e) <= budget for e in even]
+            fits = [max((sum(_costs(b)) for b in e), default=0) <= budget for e in even]
             batches = [[[item for _, item in b] for b in e] if fit else full for e, fit, full in zip(even, fits, batches)]
         for r, b in enumerate(batches):
             steps[r].append(b + [[]] * (count - len(b)))

@@ -30,7 +30,7 @@ def lay_out(packs: Sequence[Pack], layout: Layout) -> list[Pack]:
     cp = layout.p.cp
     lengths = [-(-b.ids.shape[1] // cp) * cp for b in packs]
     if layout.p.pp > 1:  # the pipeline's buffers have one size
-        lengths = [max(lengths)] * len(lengths)
+        lengths = [max(lengths, default=0)] * len(lengths)
     return [_view(b, n, layout).to(layout.device) for b, n in zip(packs, lengths)]
 
 

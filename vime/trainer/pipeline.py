@@ -100,6 +100,8 @@ class Pipeline:
             for batch, job in zip(batches, jobs, strict=True):
                 self.model(None, 0, batch, job).backward()
             return
+        if not batches:  # nothing to train
+            return
         at, like = torch.arange(len(batches), device=self.layout.device), self.like(batches[0])
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = []
