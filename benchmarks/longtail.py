@@ -46,7 +46,7 @@ async def slow_turns(args, sample, sampling_params):
 
 
 def measure(mode: str, seed: int, a: argparse.Namespace, url: str, folder: Path) -> dict[str, float]:
-    name = f"{mode.replace(' ', '')}-{seed}"
+    name = f"{mode.replace(' + ', '-')}-{seed}"
     over = ["rollout.custom_generate=benchmarks.longtail:slow_turns", f"rollout.engines=['{url}']", f"train.steps={a.steps}", f"seed={seed}"]
     over += [f"model={a.model}", f"run_dir={folder}", f"name={name}", f"eval.interval={a.steps}", f"checkpoint.interval={a.steps}"]
     over += ["rollout.batch_size=8", "rollout.n_samples_per_prompt=8", "log.samples=false", "log.tensorboard=false", *MODES[mode]]

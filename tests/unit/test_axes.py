@@ -52,6 +52,13 @@ def test_every_refusal_has_a_reason(tmp_path: Path, model: dict[str, Any], paral
         axes.check(run(tmp_path, model, **parallel))
 
 
+def test_routing_replay_is_for_fsdp_alone(tmp_path: Path) -> None:
+    cfg = run(tmp_path, MOE, fsdp=2, ep=2)
+    cfg.rollout.routing_replay = True
+    with pytest.raises(VimeError, match="routing_replay is not shown to be right on fsdp 2 x ep 2"):
+        axes.check(cfg)
+
+
 def test_fused_columns_are_refused(tmp_path: Path) -> None:
     m = axes.read(run(tmp_path, LLAMA).model)._replace(tp_plan={"layers.*.mlp.gate_up_proj": "packed_colwise"})
     assert "gate_up_proj by 'packed_colwise': fused columns save overlapping checkpoints" in axes.faults(ParallelConfig(tp=2), m)[0]

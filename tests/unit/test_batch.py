@@ -54,15 +54,17 @@ def test_pairs_are_never_split(samples, world, budget):
     assert len(groups) == len(set(groups))
 
 
-@given(batches(), st.sampled_from(AGGREGATES), st.integers(1, 4), st.integers(5, 60), st.sampled_from([None, 1, 3]))
-def test_plan_is_invariant_to_ranks_and_budget(samples, aggregate, world, budget, per_step):
+@given(batches(), st.sampled_from(AGGREGATES), st.integers(1, 4), st.integers(5, 60), st.sampled_from([None, 1, 3]), st.sampled_from([1, 2, 3]))
+def test_plan_is_invariant_to_ranks_and_budget(samples, aggregate, world, budget, per_step, pp):
     """Every trainable sample is planned once, with a weight per token that no split changes; ranks run in lock-step."""
     metas = [meta_of(s) for s in samples]
     advantages = np.arange(len(metas)) + 1.0
     one = plan(metas, advantages, make_cfg(aggregate, global_batch_size=None, max_tokens_per_gpu=10**9), 1)
     cfg = make_cfg(aggregate, max_tokens_per_gpu=budget)
     cfg.train.global_batch_size = per_step  # after validation, which ties it to the rollout batch
+    cfg.parallel.pp = pp
     plans = plan(metas, advantages, cfg, world)
+    assert all(len(step) % pp == 0 for p in plans for step in p.steps), "a pipeline's micro-batches are a multiple of its ranks"
 
     items = [i for p in plans for mini in p.minibatches for i in mini]
     assert Counter(i.index for i in items) == Counter(m.index for m in metas if m.trained_tokens)

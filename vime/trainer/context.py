@@ -30,8 +30,8 @@ def lay_out(packs: Sequence[Pack], layout: Layout, pairs: bool = False) -> list[
     samples go to one rank."""
     cp = layout.p.cp
     lengths = [-(-b.ids.shape[1] // cp) * cp for b in packs]
-    if layout.p.pp > 1 and packs:  # the pipeline's buffers have one size
-        lengths = [max(lengths)] * len(lengths)
+    if layout.p.pp > 1:  # the pipeline's buffers have one size
+        lengths = [max(lengths, default=0)] * len(lengths)
     return [_view(b, n, layout, pairs).to(layout.device) for b, n in zip(packs, lengths)]
 
 

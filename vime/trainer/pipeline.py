@@ -98,10 +98,12 @@ class Pipeline:
     def backward(self, batches: Sequence[Pack], jobs: Sequence[Job], what: str) -> None:
         """Forward and backward of an optimizer step's micro-batches, whose jobs return losses: 1F1B, interleaved with several stages here.
         `what`: the step, for errors, which faults.alone names."""
-        if self.layout.p.pp == 1 or not batches:
+        if self.layout.p.pp == 1:
             for k, (batch, job) in enumerate(zip(batches, jobs, strict=True)):
                 with alone(f"{what}, {named(batches, k)}"):
                     self.model(None, 0, batch, job).backward()
+            return
+        if not batches:  # nothing to train
             return
         at, like = torch.arange(len(batches), device=self.layout.device), self.like(batches[0])
         loss = torch.empty((), device="meta", requires_grad=True)

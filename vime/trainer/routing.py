@@ -63,8 +63,6 @@ class Replay:
     def __init__(self, model: PreTrainedModel):
         self.rows: torch.Tensor | None = None
         self.experts = self.top_k = 0  # where no router is here: a stage of dense layers
-        for block in model.base_model.layers:
-            block.register_forward_pre_hook(self.see, with_kwargs=True)
         self.counts: list[torch.Tensor] = []  # of forwards with a gradient: (tokens whose own choice was another set, tokens)
         config = model.config.get_text_config()
         self.layers, self.path = config.num_hidden_layers, config.name_or_path
@@ -73,6 +71,7 @@ class Replay:
                 found = re.search(r"layers\.(\d+)\.", name)
                 assert found, name
                 self.experts, self.top_k = module.num_experts, module.top_k
+                model.get_submodule(name[: found.end() - 1]).register_forward_pre_hook(self.see, with_kwargs=True)
                 module.forward = partial(self.route, module, int(found[1]), module.forward)
 
     def see(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
