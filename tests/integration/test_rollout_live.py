@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -261,7 +262,8 @@ def killed_and_brought_back(stack: Stack, fleet: Fleet) -> None:
     for who in ("router", "api server", "engine core"):
         pid, counts = victims(stack)[who], dict(fleet.counts)
         old = descendants(stack.server.engine.pid())
-        worker = stack.worker(rollout={"max_response_len": 110})
+        long = {"max_response_len": 110, "custom_generate": "tests.integration.plugins:whole_length"}  # still under way when the process dies
+        worker = stack.worker(rollout=long)
         groups = [group(8, at=i) for i in range(8)]
 
         async def go(worker=worker, groups=groups, pid=pid):
@@ -290,3 +292,23 @@ def test_router_that_cannot_start_says_why(make_config: Callable[..., Config], t
     router = Router(make_config(router={"policy": "no-such-policy"}), ["http://127.0.0.1:9"], str(tmp_path))
     with pytest.raises(VimeError, match=r"vllm-router failed to start.*no-such-policy"):
         router.start()
+
+
+class Raced(Router):
+    """A router whose port another process takes between the choice and the start."""
+
+    thief: socket.socket | None = None
+
+    def arguments(self, port: int) -> dict[str, object]:
+        self.thief = self.thief or socket.create_server(("127.0.0.1", port))
+        return super().arguments(port)
+
+
+def test_router_starts_on_another_port_where_its_own_is_taken_meanwhile(stack: Stack, tmp_path: Path) -> None:
+    router = Raced(stack.server.cfg, [stack.server.url], str(tmp_path))
+    try:
+        assert router.start() == router.url and router.alive()
+        assert router.thief and router.port != router.thief.getsockname()[1]
+    finally:
+        router.stop()
+        router.thief.close()  # type: ignore[union-attr]

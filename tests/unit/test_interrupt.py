@@ -7,12 +7,14 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 CODE = """
 import signal, sys, time
+from collections.abc import Callable
 from pathlib import Path
 from vime.train import Interrupt, console
 if sys.argv[2] == "nohup":
@@ -37,8 +39,15 @@ except KeyboardInterrupt:
 """
 
 
-def start(mark: Path, how: str, **popen: object) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", CODE, str(mark), how], **popen)  # type: ignore[call-overload]
+def start(mark: Path, how: str, prepare: Callable[[], None] = lambda: None, **popen: object) -> subprocess.Popen:
+    """Signals come as in a terminal, also where these tests themselves run under nohup or in the background."""
+
+    def in_child() -> None:
+        for sig in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(sig, signal.SIG_DFL)
+        prepare()
+
+    return subprocess.Popen([sys.executable, "-c", CODE, str(mark), how], preexec_fn=in_child, **popen)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +69,7 @@ def test_a_closed_terminal_is_a_signal_and_no_error(tmp_path: Path) -> None:
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    p = start(tmp_path / "mark", "loop", stdin=there, stdout=there, stderr=there, start_new_session=True, preexec_fn=take_terminal)
+    p = start(tmp_path / "mark", "loop", stdin=there, stdout=there, stderr=there, start_new_session=True, prepare=take_terminal)
     os.close(there)
     assert os.read(here, 100).startswith(b"ready")
     os.close(here)

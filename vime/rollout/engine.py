@@ -114,15 +114,25 @@ class Served:
         return {}
 
     def start(self) -> str:
-        """Start the server and wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits."""
-        self.port = claim_port(self.port, self.key)
+        """Start the server and wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits. Where a
+        port that nobody asked for was taken by another process meanwhile, it is started again on another one."""
+        for last in (False, False, True):
+            try:
+                self.port = self._start(claim_port(self.port, self.key))
+                return self.url
+            except VimeError as e:
+                if last or self.port is not None or "already in use" not in e.what:
+                    raise
+        raise AssertionError
+
+    def _start(self, port: int) -> int:
         skip = self.log.stat().st_size if self.log.exists() else 0
-        args = self.arguments(self.port)
+        args = self.arguments(port)
         self._child = spawn([sys.executable, "-m", self.module, *flags(args)], self.log, self.environment())
         host = "127.0.0.1" if args["host"] in ("0.0.0.0", "::") else args["host"]
-        self.url = f"http://{host}:{self.port}"
+        self.url = f"http://{host}:{port}"
         await_up(self._child, self.url + self.health, self.name, self.log, skip, self.timeout)
-        return self.url
+        return port
 
     def restart(self, changes: dict[str, Any] | None = None) -> str:
         """End what is left of the server and start it again on the same port."""
