@@ -108,7 +108,7 @@ def algo(cfg: Config) -> list[str]:
 
 def objective(cfg: Config) -> list[str]:
     """What a run without servers has no use for: every such key that is not at its default."""
-    kind, kept = cfg.train.objective, {"rollout.batch_size", "rollout.max_context_len", "rollout.max_response_len"}
+    kind, kept = cfg.train.objective, {"rollout.batch_size", "rollout.max_context_len", "rollout.max_response_len", "weights.transport"}
     if kind == "rl":
         return ['algo.dpo_beta is of train.objective = "dpo": leave it out'] if cfg.algo.dpo_beta != 0.1 else []
     kept |= {"algo.dpo_beta", "algo.ref_model"} if kind == "dpo" else {"loss.aggregate"}

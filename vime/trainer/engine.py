@@ -157,7 +157,8 @@ class Trainer:
         batches, self.own = [b for mini in steps for b in mini], Counter()
         # Later steps are off-policy: what they started from must be known before the first update, unless the sampled logprobs stand for it.
         algo, sampled = self.cfg.algo, self.cfg.algo.correction == "rollout_logprobs"
-        recompute = (not sampled and (len(steps) > 1 or algo.kl_coef > 0)) or "algo.custom_advantage" in self.custom
+        compared = algo.kl_coef > 0 or algo.advantage_estimator == "on_policy_distillation"  # with the reference, so these must be exact
+        recompute = (not sampled and (len(steps) > 1 or compared)) or "algo.custom_advantage" in self.custom
         recompute = recompute and not self.cfg.offline
         for k, batch in enumerate(batches):
             with alone(f"step {step}, {named(batches, k)}, before the update"):
