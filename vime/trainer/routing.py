@@ -18,6 +18,7 @@ import torch
 
 from vime.errors import VimeError
 from vime.sample import Sample
+from vime.trainer.axes import EXPERTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from vime.trainer.packing import Pack
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")  # model types whose router is softmax, top-k, and maybe a renormalisation
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_model(path: str) -> None:
