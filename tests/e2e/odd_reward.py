@@ -37,7 +37,3 @@ def note_write(args, version_dir, rollout_engines):
 async def long_turns(args, sample, sampling_params):
     """benchmarks.longtail's slow environment, for the whole length."""
     return await slow_turns(args, sample, sampling_params | {"ignore_eos": True})
-
-
-def parity(args, sample):
-    return float(sum(sample.tokens) % 2)

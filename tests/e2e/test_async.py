@@ -35,7 +35,7 @@ def test_async_survives_its_driver_and_goes_on_as_partial_rollout(tmp_path, tiny
     monkeypatch.setenv("LONGTAIL_MEDIAN", "0.1")
     monkeypatch.setenv("LONGTAIL_SIGMA", "1.0")
     changes = {"train": {"steps": 8, "mode": "async", "max_staleness": 2}, "algo": {"correction": "tis"}, "weights": {"in_flight": "abort"}}
-    changes |= {"rollout": ROLLOUT | {"engines": [tiny_server]}, "reward": {"function": "tests.e2e.odd_reward:parity"}}
+    changes |= {"rollout": ROLLOUT | {"engines": [tiny_server]}, "reward": {"function": "benchmarks.engine_busy:parity"}}
     with job(tmp_path, tiny_model, reverse_prompts, **changes) as j:
         j.start()
         j.wait_for_step(4)

@@ -72,7 +72,3 @@ def by_part(args, sample):
 
 async def plain(args, sample, sampling_params):
     return await generate(args, sample, sampling_params)
-
-
-async def whole_length(args, sample, sampling_params):
-    return await generate(args, sample, sampling_params | {"ignore_eos": True})

@@ -262,7 +262,7 @@ def killed_and_brought_back(stack: Stack, fleet: Fleet) -> None:
     for who in ("router", "api server", "engine core"):
         pid, counts = victims(stack)[who], dict(fleet.counts)
         old = descendants(stack.server.engine.pid())
-        long = {"max_response_len": 110, "custom_generate": "tests.integration.plugins:whole_length"}  # still under way when the process dies
+        long = {"max_response_len": 110, "custom_generate": "benchmarks.engine_busy:long_answers"}  # still under way when the process dies
         worker = stack.worker(rollout=long)
         groups = [group(8, at=i) for i in range(8)]
 
