@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from vime.errors import VimeError
 
@@ -18,6 +19,7 @@ EXAMPLES = """examples:
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
   vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same
+  vime export runs/demo --out my-model             the trained model as a Hugging Face folder
   vime doctor                                      what this machine can run, and what is missing
 """
 
@@ -109,6 +111,12 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--out", metavar="DIR", help="where runs and picture go (<run_dir>/<name>-parity; runs/parity with --runs-a)")
     v.add_argument("--json", action="store_true", help="print JSON in place of text")
 
+    about = "Copy the Hugging Face folder out of a run's checkpoint: whole weights, configuration, tokenizer."
+    x = sub.add_parser("export", help="a trained model out of a run's checkpoint", description=about)
+    x.add_argument("run", help="the run's folder, <run_dir>/<name>")
+    x.add_argument("--step", type=int, help="of which checkpoint (the newest)")
+    x.add_argument("--out", required=True, help="folder to make")
+
     c = sub.add_parser("config", help="print the reference of all keys, or a resolved run file")
     c.add_argument("config", nargs="?", help="TOML file to resolve; without it the reference of all keys is printed")
     c.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
@@ -126,6 +134,11 @@ def run(args: argparse.Namespace) -> int:
             print(model.tiny_vision(args.out, seed=args.seed))
         else:
             print(model.tiny(args.out, seed=args.seed, sft_steps=args.sft_steps, moe=args.moe))
+        return 0
+    if args.command == "export":
+        from vime.trainer import checkpoint
+
+        print(checkpoint.export(Path(args.run), args.step, Path(args.out)))
         return 0
     from vime import config
 

@@ -32,7 +32,7 @@ from vime.config import Config
 from vime.errors import VimeError, said
 from vime.groups import DEAD, Rollouts, read_groups, write_groups
 from vime.observe.metrics import dump_samples
-from vime.procs import Follower, free_port
+from vime.procs import Follower, free_port, stack, watched
 from vime.rollout.control import Control
 from vime.rollout.engine import Engine, drafts_itself
 from vime.rollout.gauges import Gauges, summary
@@ -44,6 +44,7 @@ from vime.trainer.batch import RankPlan
 from vime.weights import location, server_dtype
 
 WORKER_BACK = 120.0  # seconds until Ray must have restarted a worker
+STACKS_BY = 5.0  # seconds that ranks may begin and write their stacks later than the controller thinks
 
 
 def cause(e: BaseException) -> BaseException:
@@ -56,13 +57,14 @@ def cause(e: BaseException) -> BaseException:
 class Rank:
     """The process of a trainer rank. The trainer is imported here, and not in the driver, which saves half of a run's start."""
 
-    def __init__(self, *args: Any):
+    def __init__(self, stacks: Path, cfg: Config, *args: Any):
         from vime.trainer.engine import Trainer
 
-        self.trainer = Trainer(*args)
+        self.trainer, self.stacks, self.timeout = Trainer(cfg, *args), stacks, cfg.train.step_timeout
 
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.trainer, method)(*args)
+        with watched(self.stacks, self.timeout):
+            return getattr(self.trainer, method)(*args)
 
 
 class Cluster:
@@ -94,7 +96,7 @@ class Cluster:
     # ---------------------------------------------------------------- start and end
 
     def start(self, checkpoint: Path | None) -> None:
-        """Start Ray, engines, router, workers and trainer ranks; returns when all of them answer.
+        """Start Ray, engines, router, workers and trainer ranks; returns when all of them answer. Offline there are trainer ranks only.
 
         Raises: VimeError of the first part that cannot start, with its log tail.
         """
@@ -110,17 +112,14 @@ class Cluster:
             me = psutil.Process()
             self._ray_pids = [p for p in me.children(recursive=True) if p.name() in ("gcs_server", "raylet")]
             self._follower = Follower([p.pid for p in self._ray_pids])
-        threads = str(max(1, (os.cpu_count() or 1) // cfg.parallel.ranks))
-        env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         folder = str(self.folder.resolve())
         self.engines = {i: self._engine(i, {}) for i in range(len(cfg.servers))}
         started = [e.start.remote() for e in self.engines.values()]
-        trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
-        port = free_port()
-        ranks = cfg.parallel.ranks
-        self.trainers = [trainer.remote(cfg, r, ranks, host, port) for r in range(ranks)]
-        ready = [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
+        ready = self.start_trainers(host, checkpoint)
+        if cfg.offline:
+            self.gather(ready, "trainer rank")
+            return self.write_pids()
         urls = [*self.gather(started, "engine"), *(u.rstrip("/") for u in cfg.rollout.engines)]
         self.router = Router(cfg, urls, folder)
         url = self.router.start()
@@ -138,6 +137,19 @@ class Cluster:
             self.control = Control(self.fleet, self.folder, self.restart_engine, self.start_engine)
         except VimeError as e:  # a file system without sockets
             print(f"warning: `vime engines` is off for this run: {e}", file=sys.stderr, flush=True)
+
+    def start_trainers(self, host: str, checkpoint: Path | None) -> list[Any]:
+        """The trainer ranks begin to load their model, that of a checkpoint where one is given; returns what to `gather` until they have."""
+        cfg, n, port = self.cfg, self.cfg.parallel.ranks, free_port()
+        threads = str(max(1, (os.cpu_count() or 1) // n))
+        env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
+        trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
+        self.trainers = [trainer.remote(self.stacks(r).resolve(), cfg, r, n, host, port) for r in range(n)]
+        return [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
+
+    def stacks(self, rank: int) -> Path:
+        """Where a trainer rank that takes too long writes its stacks."""
+        return self.folder / "logs" / f"trainer-{rank}.stacks"
 
     def measure(self) -> None:
         """Begin to look at the servers' own metrics."""
@@ -256,13 +268,16 @@ class Cluster:
         if self.fleet:
             self.fleet.check()
 
-    def gather(self, refs: list[Any], who: str) -> list[Any]:
-        """Results of all refs, in order; fails as soon as one of them fails, so that no rank waits for a dead one."""
-        pending = list(refs)
+    def gather(self, refs: list[Any], who: str, doing: str = "") -> list[Any]:
+        """Results of all refs, in order; fails as soon as one of them fails, so that no rank waits for a dead one. `doing`: what trainer
+        ranks do, in train.step_timeout seconds at most."""
+        pending, end = list(refs), time.monotonic() + self.cfg.train.step_timeout + STACKS_BY
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
             self.check()
             self.meanwhile()
+            if doing and not done and time.monotonic() > end:
+                raise self.hung([refs.index(ref) for ref in pending], doing)
             for ref in done:
                 try:
                     ray.get(ref)
@@ -287,6 +302,15 @@ class Cluster:
                 else:
                     found["raised"] = VimeError(f"{name}: {type(c).__name__}: {c}", log=str(e)[-3000:])
         return found.get("died") or found.get("known") or found["raised"]
+
+    def hung(self, late: list[int], doing: str) -> VimeError:
+        """The error to show for trainer ranks that have not finished in time: where those are that don't just wait for others."""
+        stacks = {r: stack(self.stacks(r), "/vime/trainer/") for r in late}
+        at = [r for r, frames in stacks.items() if not any("/torch/distributed/" in f for f in frames[:4])] or late
+        where = "; ".join(f"trainer rank {r}: {stacks[r][0] if stacks[r] else 'no stack, its process is stopped or gone'}" for r in at)
+        what = f"{doing}: not finished after {self.cfg.train.step_timeout:g} s (train.step_timeout); {where}"
+        log = "\n".join(f"rank {r}, innermost frame first:\n  " + "\n  ".join(stacks[r][:30]) for r in at if stacks[r])
+        return VimeError(what, "rerun with --resume; raise train.step_timeout where this may take longer", log)
 
     def named(self, e: VimeError) -> VimeError:
         """`e` with the number of each server whose URL it names: workers and the router know URLs only."""
@@ -341,14 +365,14 @@ class Cluster:
             t.call.remote("train", step, plan, *[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})])
             for t, plan in zip(self.trainers, given, strict=True)
         ]
-        return self.gather(refs, "trainer rank")[0]
+        return self.gather(refs, "trainer rank", f"step {step}, training")[0]
 
     def publish(self, version: int) -> dict[str, float]:
         """Trainer -> servers: weights `version`, proven by fence and canary. Returns metrics of what was sent."""
         fleet, tol = self.fleet, self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg) == "float32" else 0.25)
         assert fleet
         with fleet.lock:  # while a server is healed, the trainer must not go on from the weights that it is healed with
-            new, canary = self.gather([t.call.remote("publish", version) for t in self.trainers], "trainer rank")[0]
+            new, canary = self.gather([t.call.remote("publish", version) for t in self.trainers], "trainer rank", f"publishing v{version}")[0]
             if self.cfg.weights.post_write:
                 assert self.router
                 args = hooks.plugin_args(self.cfg, self.router.url)
@@ -369,15 +393,19 @@ class Cluster:
 
     def sleep(self) -> None:
         """Colocated mode: the servers leave their memory to the trainer until the next publish."""
-        assert self.fleet
         if self.cfg.rollout.colocate:
+            assert self.fleet
             self.fleet.sleep(self.cfg.rollout.sleep_level)
 
-    def save(self, folder: Path) -> None:
-        """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first."""
+    def save(self, folder: Path, keep: int | None = None) -> None:
+        """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first. With `keep`, see Trainer.save."""
         self.gather(self._dumps, "sample dump")
         self._dumps = []
-        self.gather([t.call.remote("save", str(folder.resolve())) for t in self.trainers], "trainer rank")
+        self.gather([t.call.remote("save", str(folder.resolve()), keep) for t in self.trainers], "trainer rank", f"saving {folder.name}")
+
+    def flush(self) -> None:
+        """Wait for the checkpoint that the ranks write in the background."""
+        self.gather([t.call.remote("flush") for t in self.trainers], "trainer rank", "writing a checkpoint")
 
     def groups(self, refs: list[Any]) -> list[list[Sample]]:
         """The samples themselves, for plug-ins that run in the controller. Nothing else brings them here."""

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
 from vime.sections import EngineTable, EvalConfig, LogConfig, RayConfig, RewardConfig, Section
@@ -35,6 +36,9 @@ class DataConfig(Section):
     prompts: str = Field(description="training prompts, .jsonl or .parquet, optionally with a @[a:b] slice")
     input_key: str = Field("prompt", description="column of the prompt: a string or a list of chat messages")
     label_key: str = Field("label", description="column of the label given to the reward")
+    response_key: str = Field("response", description='of train.objective = "sft": column of the answer; where a row has none, the prompt is a dialogue')
+    chosen_key: str = Field("chosen", description='of train.objective = "dpo": column of the better answer')
+    rejected_key: str = Field("rejected", description="and of the worse one")
     metadata_key: str = Field("metadata", description="column of a dict kept on the sample")
     image_key: str | None = Field(None, description="column of a row's image or list of images, see docs/multimodal.md; unset: image parts only")
     apply_chat_template: bool = Field(True, description="render with the tokenizer's chat template (a string becomes one user message)")
@@ -116,99 +120,12 @@ class RolloutConfig(Section):
         return self
 
 
-class AlgoConfig(Section):
-    """Advantage and policy loss (names of slime)."""
-
-    advantage_estimator: Literal["grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = Field(
-        "grpo", description="what a reward is compared with; remax samples one more response of each prompt, greedily: docs/algorithms.md"
-    )
-    policy_loss: Literal["ppo", "gspo", "cispo", "gpg"] = Field(
-        "ppo", description="ppo: ratios per token; gspo: per sample; cispo: clipped ratios as weights; gpg: no ratio"
-    )
-    normalize_std: bool = Field(True, description="of grpo: divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
-    normalize_advantages: bool | None = Field(
-        None, description="whiten over all trained tokens of the step; unset: for reinforce_plus_plus and its baseline form"
-    )
-    gamma: float = Field(1.0, gt=0, le=1, description="of reinforce_plus_plus: discount per token")
-    kl_coef: float = Field(0.0, ge=0, description="KL to the reference (of kl_loss_type) taken from each token's reward")
-    overlong_filter: bool = Field(False, description="samples cut off at their length limit stay in the baseline, but are not trained")
-    eps_clip: float = Field(0.2, ge=0, description="PPO clip, lower side")
-    eps_clip_high: float | None = Field(None, ge=0, description="upper side; unset: the same as eps_clip")
-    eps_clip_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; unset: off")
-    kl_loss_coef: float = Field(0.0, ge=0, description="KL to the reference in the loss; 0 loads no reference")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k3"
-    entropy_coef: float = Field(0.0, description="entropy bonus")
-    ref_model: str | None = Field(None, description="reference model folder; unset: model")
-    correction: Literal["none", "tis", "icepop", "rollout_logprobs"] = Field(
-        "none",
-        description="off-policy correction: loss x exp(old - sampled logprob), clamped (tis) or 0 outside the bounds (icepop); or old = sampled",
-    )
-    tis_clip: float = Field(2.0, gt=0, description="upper bound of that weight")
-    tis_clip_low: float | None = Field(None, ge=0, description="lower bound; unset: 0 for tis, 0.5 for icepop")
-    custom_tis: str | None = Field(
-        None, description="dotted path of a correction: (args, *, pg_loss, train_log_probs, ...) -> (pg_loss, masks, metrics)"
-    )
-    use_opsm: bool = Field(False, description="off-policy sequence masking: drop samples with a negative advantage that have drifted")
-    opsm_delta: float = Field(1e-4, ge=0, description="mean old - new logprob from which such a sample is dropped")
-    rejection: Literal["seq_sum_k1", "seq_mean_k1", "seq_sum_k2", "seq_mean_k2", "seq_max_k2", "seq_sum_k3", "seq_mean_k3", "seq_max_k3"] | None = (
-        Field(None, description="drop samples whose sampled logprobs are too far from the trainer's: verl's rollout_rs")
-    )
-    rejection_high: float | None = Field(None, gt=0, description="of k1 the largest ratio that is kept, of k2 and k3 the largest divergence")
-    rejection_low: float | None = Field(None, ge=0, description="of k1 the smallest ratio that is kept; unset: 1 / rejection_high")
-    custom_advantage: str | None = Field(None, description="dotted path: (args, rollout_data) -> None, fills in advantages per token")
-
-    @model_validator(mode="after")
-    def _one_correction(self) -> AlgoConfig:
-        if self.custom_tis and self.correction != "none":
-            raise ValueError(f"custom_tis takes the place of correction = {self.correction!r}: set one of them")
-        if (low := self.tis_low) > self.tis_clip:
-            raise ValueError(f"tis_clip_low {low} is above tis_clip {self.tis_clip}")
-        return self
-
-    @property
-    def whitened(self) -> bool:
-        """Whether advantages are whitened over the step."""
-        auto = self.advantage_estimator.startswith("reinforce_plus_plus")
-        return auto if self.normalize_advantages is None else self.normalize_advantages
-
-    @property
-    def per_token(self) -> bool:
-        """Whether a sample's tokens have advantages of their own, or such that depend on other samples' tokens."""
-        return self.whitened or self.kl_coef > 0 or self.gamma != 1
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0 or self.kl_loss_coef > 0
-
-    @property
-    def rejection_bounds(self) -> tuple[float, float]:
-        """In force where `rejection` is set."""
-        high = self.rejection_high or 1.0
-        return 1 / high if self.rejection_low is None else self.rejection_low, high
-
-    @property
-    def tis_low(self) -> float:
-        """The lower bound in force."""
-        return self.tis_clip_low if self.tis_clip_low is not None else 0.5 if self.correction == "icepop" else 0.0
-
-
-class LossConfig(Section):
-    """How token losses become one number, or a loss of your own."""
-
-    aggregate: Literal["sample-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
-        "sample-mean", description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: of all tokens"
-    )
-    custom: str | None = Field(
-        None, description="dotted path: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), in place of the policy loss"
-    )
-    custom_reducer: str | None = Field(
-        None, description="dotted path: (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function of the token losses"
-    )
-
-
 class TrainConfig(Section):
     """Optimizer and the loop."""
 
+    objective: Literal["rl", "sft", "dpo"] = Field(
+        "rl", description="rl: by reward; sft: likelihood of the data's answers, dpo: preference of the chosen ones, both without servers"
+    )
     mode: Literal["sync", "async"] = Field("sync", description="sync: servers and trainer take turns; async: generation never stops")
     max_staleness: int = Field(
         0,
@@ -230,10 +147,15 @@ class TrainConfig(Section):
     max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
     gradient_checkpointing: bool = False
     freeze_vision: bool = Field(False, description="leave the vision tower of a vision-language model as it is")
+    offload: Literal["none", "optimizer"] = Field("none", description="optimizer: AdamW's moments lie in host memory but for the update itself (on GPUs)")
     skip_zero_advantage: bool = Field(
         True, description="leave samples without a gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss stays exact"
     )
     logprob_chunk: int = Field(1024, ge=1, description="tokens per chunk of the vocabulary projection")
+    max_bad_steps: int = Field(
+        3, ge=1, description="optimizer steps without a finite loss and gradient are skipped; this many in a row stop the run"
+    )
+    step_timeout: float = Field(1800, gt=0, le=1e6, description="seconds a trainer rank may take for a step, publish or save; then the run stops, with its stack")
 
 
 class ParallelConfig(Section):
@@ -275,6 +197,7 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     interval: int = Field(10, ge=1, description="steps between checkpoints (also after the last step)")
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    async_save: bool = Field(False, description="copy to host memory and write while training goes on; the next save waits, see docs/trainer.md")
 
 
 class Config(Section):
@@ -313,12 +236,24 @@ class Config(Section):
         return Path(self.run_dir) / self.name
 
     @property
+    def offline(self) -> bool:
+        """Whether samples come from the file, answers and all, rather than from servers."""
+        return self.train.objective != "rl"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algo.needs_reference or self.train.objective == "dpo"
+
+    @property
     def samples_per_step(self) -> int:
-        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+        """Rollouts, in the sense of train.global_batch_size: offline a dialogue or a pair is one."""
+        return self.rollout.batch_size * (1 if self.offline else self.rollout.n_samples_per_prompt)
 
     @property
     def servers(self) -> list[EngineTable]:
         """One table for each server that this run starts, with all of its vLLM arguments (underscores in their names)."""
+        if self.offline:
+            return []
         tables = self.engine or ([] if self.rollout.engines else [EngineTable(count=self.rollout.num_engines)])
         out: list[EngineTable] = []
         for t in tables:

@@ -17,7 +17,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += algo(cfg)
+    faults += algo(cfg) + objective(cfg)
     r, t = cfg.rollout, cfg.train
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
@@ -54,12 +54,25 @@ def algo(cfg: Config) -> list[str]:
     """What is wrong with advantages, policy loss and correction: one line per fault."""
     a, r, reward, loss = cfg.algo, cfg.rollout, cfg.reward, cfg.loss
     kind, faults = a.advantage_estimator, []
-    if kind not in ("reinforce_plus_plus", "remax") and r.n_samples_per_prompt == 1:
+    if kind not in ("reinforce_plus_plus", "remax", "gae", "on_policy_distillation") and r.n_samples_per_prompt == 1:
         faults.append(f"{kind} needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
     if a.kl_coef and a.kl_loss_coef:
         faults.append("algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them")
-    if a.gamma != 1 and kind != "reinforce_plus_plus":
+    if a.gamma != 1 and kind not in ("reinforce_plus_plus", "gae"):
         faults.append(f"algo.gamma {a.gamma} discounts along the tokens, where {kind} compares whole responses: leave it at 1")
+    critic = {"lambd", "critic_model", "critic_lr", "value_clip", "num_critic_only_steps"} & a.model_fields_set
+    if set_ := sorted(k for k in critic if kind != "gae" and getattr(a, k) != type(a).model_fields[k].default):
+        faults.append(f"algo.{set_[0]} is a setting of the critic, which {kind} has not: leave it out, or set algo.advantage_estimator = \"gae\"")
+    if kind == "gae" and (cfg.parallel.ranks > cfg.parallel.fsdp or cfg.parallel.ep > 1):
+        faults.append(f"parallel: {cfg.parallel}: a critic is trained on parallel.fsdp ranks only: leave out tp, pp, cp and ep")
+    if kind == "gae" and a.num_critic_only_steps >= cfg.train.steps:
+        faults.append(f"algo.num_critic_only_steps {a.num_critic_only_steps} leaves none of train.steps = {cfg.train.steps} to train the model in")
+    if kind == "on_policy_distillation":
+        if not a.ref_model:
+            faults.append("on_policy_distillation needs algo.ref_model, the teacher: without one the model would be its own")
+        if a.kl_coef or a.kl_loss_coef or reward.post_process or reward.overlong_buffer_len:
+            what = "algo.kl_coef, kl_loss_coef, reward.post_process and overlong_buffer_len"
+            faults.append(f"on_policy_distillation takes nothing but the KL to the teacher for an advantage: leave out {what}")
     if not a.normalize_std and kind != "grpo":
         faults.append(f"algo.normalize_std is a switch of grpo: {kind} divides by no standard deviation of a group")
     if a.eps_clip_c is not None and a.policy_loss in ("cispo", "gpg"):
@@ -91,3 +104,20 @@ def algo(cfg: Config) -> list[str]:
         what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"
         faults.append(f"loss.custom takes the place of the policy loss: leave out {what}")
     return faults
+
+
+def objective(cfg: Config) -> list[str]:
+    """What a run without servers has no use for: every such key that is not at its default."""
+    kind, kept = cfg.train.objective, {"rollout.batch_size", "rollout.max_context_len", "rollout.max_response_len", "weights.transport"}
+    if kind == "rl":
+        return ['algo.dpo_beta is of train.objective = "dpo": leave it out'] if cfg.algo.dpo_beta != 0.1 else []
+    kept |= {"algo.dpo_beta", "algo.ref_model"} if kind == "dpo" else {"loss.aggregate"}
+    unused = [k for k in ("engine", "vllm", "router", "args") if getattr(cfg, k)]
+    for name in ("rollout", "reward", "algo", "loss", "eval", "weights"):
+        section = getattr(cfg, name)
+        plain = type(section)()
+        unused += [f"{name}.{k}" for k in type(section).model_fields if getattr(section, k) != getattr(plain, k) and f"{name}.{k}" not in kept]
+    others = {"data.source": cfg.data.source, "log.rollout_hook": cfg.log.rollout_hook, "log.eval_hook": cfg.log.eval_hook}
+    unused += [k for k, v in others.items() if v] + ["train.mode"] * (cfg.train.mode != "sync") + ["train.max_staleness"] * bool(cfg.train.max_staleness)
+    what = f"train.objective = {kind!r} reads its samples from the file, and trains on them as they are"
+    return [f"{what}: leave out {', '.join(unused)}"] if unused else []

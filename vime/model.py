@@ -237,6 +237,15 @@ def faults(path: str) -> list[str]:
     return out + [f"{file.name}: {fault}" for file in files if (fault := _weights_fault(file))]
 
 
+def shape(path: str) -> dict[str, Any]:
+    """config.json of a model folder, of one with several parts that of the text; {} where there is none that can be read."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        return dict(config.get("text_config") or config)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # `faults` says what is wrong
+
+
 def _known() -> tuple[list[str], list[str]]:
     """model_type and class of each language model in transformers, read from its source: importing it takes seconds."""
     spec, out = importlib.util.find_spec("transformers"), list[tuple[str, str]]()

@@ -6,6 +6,7 @@ every orphan among the command's descendants and ends them all when the command 
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 GRACE = 5.0  # seconds between TERM and KILL
@@ -164,6 +166,27 @@ def _guard(fd: int, cmd: list[str]) -> int:
         time.sleep(0.02)
     code = child.returncode if child.returncode is not None else 1
     return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def watched(file: Path, seconds: float) -> Iterator[None]:
+    """Where the block lasts longer than `seconds`, the Python stack of every thread goes to `file`: by a thread outside of the interpreter,
+    which works also where this process is stuck in C. One such block at a time in a process."""
+    with file.open("w") as f:
+        faulthandler.dump_traceback_later(seconds, file=f)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def stack(file: Path, mark: str) -> list[str]:
+    """The frames, innermost first, of the first thread in a file of `watched` that is in code whose path has `mark`; [] where there is none."""
+    for thread in file.read_text("utf-8").split("\n\n") if file.exists() else ():
+        frames = [line.strip() for line in thread.splitlines() if line.startswith("  File ")]
+        if any(mark in f for f in frames):
+            return frames
+    return []
 
 
 if __name__ == "__main__":

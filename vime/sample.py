@@ -273,7 +273,7 @@ class Sample:
 
     def greedy_twin(self) -> Sample:
         """A sample of the same prompt that is generated greedily, scored, and not trained."""
-        keep = ("group_index", "prompt", "label", "metadata", "session_id", "generate_function_path", "custom_rm_path")
+        keep = ("group_index", "prompt", "label", "metadata", "session_id", "generate_function_path", "custom_rm_path", "multimodal_inputs")
         at, tokens = -1 - self.index, self.tokens[: self.prompt_length]
         same = {name: deepcopy(getattr(self, name)) for name in keep}
         return Sample(index=at, rollout_id=at, tokens=tokens, remove_sample=True, greedy=True, **same)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from vime import hooks, model, rewards
 from vime.config import Config, DataConfig
+from vime.data.examples import Examples
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
 from vime.errors import VimeError
@@ -25,10 +26,11 @@ from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
 from vime.rollout.engine import claim_port, on_cpu
+from vime.rollout.offline import Offline
 from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
-from vime.trainer import axes
+from vime.trainer import axes, checkpoint
 from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 from vime.weights import server_dtype
@@ -76,16 +78,23 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         except VimeError as e:
             faults.append(f"{place}{e}")
 
-    for key, path in {"model": cfg.model, "algo.ref_model": cfg.algo.ref_model}.items():
+    for key, path in {"model": cfg.model, "algo.ref_model": cfg.algo.ref_model, "algo.critic_model": cfg.algo.critic_model}.items():
         faults += [f"{key} = {path!r}: {fault}" for fault in (() if path is None else model.faults(path))]
     if os.path.isdir(cfg.model):
         tokenizer = attempt("model: ", load, cfg.model)
         attempt("", axes.check, cfg)
+        size = model.shape(cfg.model).get("vocab_size")
+        if tokenizer and size and tokenizer.size > size:
+            faults.append(f"model {cfg.model}: its tokenizer has {tokenizer.size} tokens, the model a vocabulary of {size}: is it another model's?")
         if cfg.rollout.routing_replay:
             from vime.trainer.routing import check_model  # torch takes seconds to import
 
-            for path in {cfg.model, (cfg.algo.needs_reference and cfg.algo.ref_model) or cfg.model}:
+            for path in {cfg.model, (cfg.needs_reference and cfg.algo.ref_model) or cfg.model}:
                 attempt("rollout.routing_replay: ", check_model, path)
+        if cfg.algo.advantage_estimator == "gae":
+            from vime.trainer.parallel import class_of
+
+            attempt("algo.advantage_estimator: ", class_of, cfg.algo.critic_model or cfg.model, True)
     for key, first, n in (("vllm.port", cfg.vllm.get("port"), len(cfg.servers)), ("router.port", cfg.router.get("port"), 1)):
         for port in range(first, first + n) if first else ():
             attempt("", claim_port, port, key)
@@ -96,7 +105,11 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         if not os.path.exists(path.partition("@")[0]):
             faults.append(f"{place}no such prompt file: {path}")
 
-    prompts = read_prompts("data.prompts: ", cfg.data, cfg.data.prompts, cfg.rollout.n_samples_per_prompt, cfg.rollout.max_response_len)
+    prompts: Any = None
+    if cfg.offline and tokenizer:
+        prompts = attempt("data.prompts: ", Examples, cfg, tokenizer)
+    else:
+        prompts = read_prompts("data.prompts: ", cfg.data, cfg.data.prompts, cfg.rollout.n_samples_per_prompt, cfg.rollout.max_response_len)
     held_out = {}
     for d in cfg.eval.datasets:
         data = cfg.data.model_copy(update={k: v for k in ("input_key", "label_key") if (v := getattr(d, k))})
@@ -132,12 +145,14 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
     servers = ", ".join([*([f"{own} vLLM server{'s' if own > 1 else ''}"] if own else []), *r.engines])
     evaluated = "; eval " + (", ".join(f"{name}: {len(p)}" for name, p in held_out.items()) or "none")
     optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
+    rollout = f"{r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router"
+    rollout = f"none: {r.batch_size} {'pairs' if cfg.train.objective == 'dpo' else 'dialogues'} a step" if cfg.offline else rollout
     return f"""\
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
 data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
-rollout    {r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router, {r.num_workers} worker(s)
+rollout    {rollout}{"" if cfg.offline else f", {r.num_workers} worker(s)"}
 train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
-reward     {cfg.reward.function}
+reward     {"none, train.objective = " + cfg.train.objective if cfg.offline else cfg.reward.function}
 folder     {place}
 {"next" if resume else "1st "} prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""
 
@@ -147,6 +162,7 @@ def check_start(cfg: Config, prompts: Prompts, start: Start) -> int:
     cannot go on from there with this configuration and data."""
     if not start.ckpt:
         return 0
+    checkpoint.refuse_other_model(start.ckpt, cfg.model)
     if not cfg.data.source:
         prompts.load_state(start.state["prompts"])
     return len(too_late(cfg, start.state["groups"], start.step + 1))
@@ -221,9 +237,9 @@ def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
 def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Start) -> int:
     """`train` in the run's folder."""
     from vime.cluster import Cluster  # Ray takes seconds to import: not before the inputs are known to be good
-    from vime.trainer import checkpoint
 
     folder, ckpt, state, start = cfg.folder, *begin
+    width = int(model.shape(cfg.model).get("hidden_size") or 0)
     log = MetricLogger(cfg, folder, cfg.train.steps, start)
     saved = start
 
@@ -235,7 +251,15 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
             cluster.save_groups(tmp / GROUPS, groups)
             cluster.save(tmp)
 
-        checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
+        if not cfg.checkpoint.async_save:
+            checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
+        else:
+            cluster.flush()
+            tmp = checkpoint.begin(folder / "checkpoints", step, {"step": step} | state)
+            cluster.save_groups(tmp / GROUPS, groups)
+            cluster.save(tmp, cfg.checkpoint.keep)
+            if step == cfg.train.steps or interrupt.requested:
+                cluster.flush()
         saved = step
 
     interrupt = Interrupt()
@@ -245,25 +269,28 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
             t = time.monotonic()
             with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
                 cluster.start(ckpt)
-                assert cluster.fleet and cluster.router
-                args = hooks.plugin_args(cfg, cluster.router.url)
-                pool = Pool(cfg, cluster, UserPrompts(cfg, args) if cfg.data.source else prompts, start + 1, args)
+                args = hooks.plugin_args(cfg, cluster.router.url if cluster.router else None)
+                online = None if cfg.offline else Pool(cfg, cluster, UserPrompts(cfg, args) if cfg.data.source else prompts, start + 1, args)
+                pool = online or Offline(cfg, cluster, prompts, start + 1)
                 if ckpt:
                     pool.restore(state, ckpt)
-                cluster.publish(start)
-                cluster.fleet.watch()
-                cluster.measure()
+                if cluster.fleet:
+                    cluster.publish(start)
+                    cluster.fleet.watch()
+                    cluster.measure()
                 interrupt.looping = True
-            if cfg.train.mode == "async":
-                cluster.meanwhile = pool.pump
-            console.print(f"started in {time.monotonic() - t:.0f} s; weights v{start} published to {len(cluster.fleet.urls)} engine(s)")
+            if online and cfg.train.mode == "async":
+                cluster.meanwhile = online.pump
+            servers = f"; weights v{start} published to {len(cluster.fleet.urls)} engine(s)" if cluster.fleet else ""
+            console.print(f"started in {time.monotonic() - t:.0f} s{servers}")
             evaluated = held_out or cfg.rollout.eval_function
-            if evaluated and start == 0:
-                log.log(0, evaluate(cfg, args, cluster, pool, held_out, 0))
+            if online and evaluated and start == 0:
+                log.log(0, evaluate(cfg, args, cluster, online, held_out, 0))
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
-                batch, own = whole_rollout(pool, args) if cfg.rollout.function else (pool.take(), {})
-                process_batch(pool, args, batch)
+                batch, own = whole_rollout(online, args) if online and cfg.rollout.function else (pool.take(), {})
+                if online:
+                    process_batch(online, args, batch)
                 t1 = time.monotonic()
                 cluster.sleep()
 
@@ -272,27 +299,29 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 if cfg.reward.post_process:
                     metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)
                 else:
-                    metas, advantages = estimate(metas, cfg)
-                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp), data)
+                    metas, advantages = (metas, [1.0] * len(metas)) if cfg.offline else estimate(metas, cfg)
+                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp, width), data)
                 t2 = time.monotonic()
 
-                sent = cluster.publish(step)
+                sent = cluster.publish(step) if online else {}
                 pool.version = step
                 t3 = time.monotonic()
                 if cfg.log.samples:
                     cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
-                assert cluster.fleet
                 hook, extra, metrics = cfg.log.rollout_hook, pool.metrics() | own, dict(stats)
-                if not (hook and hooks.call(cfg, "log.rollout_hook", step - 1, args, cluster.fetch(data), extra, t1 - t0)):
+                if cfg.offline:
+                    metrics |= extra
+                elif not (hook and hooks.call(cfg, "log.rollout_hook", step - 1, args, cluster.fetch(data), extra, t1 - t0)):
                     metrics |= rollout_metrics(metas, step - 1, t1 - t0) | extra
-                of_servers, lines = cluster.measured(step)
-                for line in lines:
-                    console.print(f"[yellow]{line}[/]", soft_wrap=True)
-                metrics |= of_servers | {"weights/sync_s": t3 - t2, "weights/version": float(step)} | sent
-                metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
+                if cluster.fleet:
+                    of_servers, lines = cluster.measured(step)
+                    for line in lines:
+                        console.print(f"[yellow]{line}[/]", soft_wrap=True)
+                    metrics |= of_servers | {"weights/sync_s": t3 - t2, "weights/version": float(step)} | sent
+                    metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
-                if evaluated and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
-                    metrics |= evaluate(cfg, args, cluster, pool, held_out, step)
+                if online and evaluated and (step % cfg.eval.interval == 0 or step == cfg.train.steps):
+                    metrics |= evaluate(cfg, args, cluster, online, held_out, step)
                 metrics["perf/step_s"] = time.monotonic() - t0
                 log.log(step, metrics)
                 if step % cfg.checkpoint.interval == 0 or last:

@@ -36,7 +36,8 @@ def test_router_worker_and_engine_are_killed_the_run_goes_on_and_ctrl_c_ends_it(
 
 
 def test_rank_driver_and_ray_are_killed_and_resume_continues(tmp_path, tiny_model, reverse_prompts, tiny_server):
-    changes = {"train": {"steps": 10}, "rollout": {"engines": [tiny_server]}, "parallel": {"fsdp": 2}}
+    """With async_save: wherever the kill falls, the newest whole checkpoint is resumed from."""
+    changes = {"train": {"steps": 10}, "rollout": {"engines": [tiny_server]}, "parallel": {"fsdp": 2}, "checkpoint": {"async_save": True}}
     with job(tmp_path, tiny_model, reverse_prompts, **changes) as j:
         for step, who in ((2, "trainer-1"), (4, "driver"), (6, "raylet")):
             j.start(*(["--resume"] if step > 2 else []))

@@ -2,6 +2,8 @@
 
 import json
 import resource
+import threading
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.integration.trainer_kit import apart, make_batch, make_cfg, make_model, one_rank, train_once, weights
+from vime.cli import main
 from vime.errors import VimeError
-from vime.trainer import checkpoint
+from vime.trainer import checkpoint, state
 from vime.weights import location
 
 
@@ -35,10 +38,25 @@ def timeless(metrics):
     return [{k: v for k, v in m.items() if not k.startswith("perf/")} for m in metrics]
 
 
-def save_after(trainer, cfg, steps, folder):
+def optimizer(trainer):
+    return state.tree(trainer.parts)["optimizer"]
+
+
+def save(trainer, cfg, folder, step):
+    """As the loop does; returns the checkpoint, which with async_save is written from then on."""
+    if not cfg.checkpoint.async_save:
+        return checkpoint.write(folder, step, {"step": step}, lambda p: trainer.save(str(p)), keep=2)
+    tmp = checkpoint.begin(folder, step, {"step": step})
+    trainer.save(str(tmp), 2)
+    return tmp.with_suffix("")
+
+
+def save_after(trainer, cfg, steps, tmp):
     trainer.setup()
     train(trainer, cfg, steps)
-    trainer.save(str(folder))
+    trainer.save(str(tmp), 1)
+    train(trainer, cfg, [9])  # what the background writes must not change with it
+    trainer.flush()
 
 
 def resume(trainer, cfg, folder, steps):
@@ -46,38 +64,40 @@ def resume(trainer, cfg, folder, steps):
     return train(trainer, cfg, steps), weights(trainer)
 
 
-def test_resume_continues_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_resume_continues_bit_for_bit(tmp_path, async_save):
     """Weights, optimizer, random state and metrics of the run that was never interrupted."""
-    cfg = make_cfg(
-        make_model(tmp_path / "m"), tmp_path, train={"lr": 1e-3, "steps": 10, "global_batch_size": 8, "lr_decay_style": "cosine"}
-    )
+    changes = {"lr": 1e-3, "steps": 10, "global_batch_size": 8, "lr_decay_style": "cosine"}
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, train=changes, checkpoint={"async_save": async_save})
     with one_rank(cfg) as t:
         train(t, cfg, [1, 2])
         torch.rand(3)  # something moved the generator: the resumed run must not start from the seed again
-        path = checkpoint.write(tmp_path / "c", 2, {"step": 2}, lambda p: t.save(str(p)), keep=2)
+        path = save(t, cfg, tmp_path / "c", 2)
         drawn = torch.rand(4)
-        rest, final = train(t, cfg, [3, 4]), weights(t)
+        rest, final, moved = train(t, cfg, [3, 4]), weights(t), optimizer(t)
+        t.flush()
     assert path == checkpoint.latest(tmp_path / "c") and json.loads((path / "state.json").read_text()) == {"step": 2}
     with one_rank(cfg, path) as t:
         assert torch.equal(torch.rand(4), drawn)
-        again, end = train(t, cfg, [3, 4]), weights(t)
+        again, end, ended = train(t, cfg, [3, 4]), weights(t), optimizer(t)
     assert timeless(again) == timeless(rest)
     assert all(torch.equal(final[k], end[k]) for k in final)
+    assert moved.keys() == ended.keys() and all(torch.equal(moved[k], ended[k]) for k in moved)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_number_of_ranks_may_change(tmp_path, two_ranks, tied):
     """Saved on 1 rank and continued on 2, and the reverse: each like the uninterrupted run."""
     cfg = make_cfg(make_model(tmp_path / "m", tied=tied), tmp_path, train={"lr": 1e-4})
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
+    one, two = tmp_path / "one", tmp_path / "step_000002"
+    one.mkdir()
     with one_rank(cfg) as t:
         train(t, cfg, [1, 2])
         t.save(str(one))
         rest, final = train(t, cfg, [3, 4]), weights(t)
     pair = cfg.model_copy(deep=True)
-    pair.parallel.fsdp = 2
-    two_ranks(save_after, pair, [1, 2], two)
+    pair.parallel.fsdp, pair.checkpoint.async_save = 2, True
+    two_ranks(save_after, pair, [1, 2], checkpoint.begin(tmp_path, 2, {}))
     with one_rank(cfg, two) as t:
         results = [(train(t, cfg, [3, 4]), weights(t))]
     results.append(two_ranks(resume, pair, one, [3, 4])[0])
@@ -132,6 +152,49 @@ def test_disk_full_while_saving_leaves_the_old_checkpoint(tmp_path, where):
         assert contents(old) == before
         new = checkpoint.write(folder, 2, {"step": 2}, lambda p: t.save(str(p)), keep=1)  # room again: the same run goes on
         assert checkpoint.latest(folder) == new and [p.name for p in folder.iterdir()] == [new.name]
+
+
+def test_async_save_writes_behind_the_next_step(tmp_path, monkeypatch):
+    """Until it is whole the earlier checkpoint is the newest; the next save waits; what fails in the background fails the next step."""
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, checkpoint={"async_save": True})
+    folder, gate, commit = tmp_path / "c", threading.Event(), checkpoint.commit
+    with one_rank(cfg) as t:
+        train(t, cfg, [1])
+        old = save(t, cfg, folder, 1)
+        t.flush()
+        monkeypatch.setattr(checkpoint, "commit", lambda *args: gate.wait(60) and commit(*args))
+        train(t, cfg, [2])
+        new = save(t, cfg, folder, 2)
+        train(t, cfg, [3])
+        assert checkpoint.latest(folder) == old and not new.exists() and Path(f"{new}.tmp").exists()
+        threading.Timer(0.5, gate.set).start()
+        t.flush()
+        assert checkpoint.latest(folder) == new
+        before = contents(new)
+        with file_size_limit((new / "hf" / "model.safetensors").stat().st_size // 2):
+            save(t, cfg, folder, 3)
+            wait([t.writing])
+        with pytest.raises(VimeError, match=r"step_000003\.tmp could not be written.*earlier checkpoints are intact"):
+            train(t, cfg, [4])
+        assert checkpoint.latest(folder) == new and contents(new) == before and not list(folder.glob("*.tmp"))
+
+
+def test_export_of_any_checkpoint(tmp_path):
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path)
+    with one_rank(cfg) as t:
+        for step in (1, 2):
+            train(t, cfg, [step])
+            save(t, cfg, tmp_path / "checkpoints", step)
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "new")]) == 0
+    assert main(["export", str(tmp_path), "--step", "1", "--out", str(tmp_path / "old")]) == 0
+    for name, step in (("new", 2), ("old", 1)):
+        assert contents(tmp_path / name) == contents(tmp_path / "checkpoints" / f"step_00000{step}" / "hf")
+    with pytest.raises(VimeError, match=r"no complete checkpoint of step 3 \(there are those of steps 1, 2\)"):
+        checkpoint.export(tmp_path, 3, tmp_path / "none")
+    with pytest.raises(VimeError, match="old exists already"):
+        checkpoint.export(tmp_path, 1, tmp_path / "old")
+    with pytest.raises(VimeError, match="is it a run's folder"):
+        checkpoint.export(tmp_path / "m", None, tmp_path / "none")
 
 
 def test_no_room_for_published_weights(tmp_path):

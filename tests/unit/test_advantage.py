@@ -118,6 +118,8 @@ def test_reinforce_leaves_rewards_and_remax_takes_the_greedy_one():
     assert made("reinforce_plus_plus", samples, n=1)[1] == [1.0, 0.0, 0.0, 3.0]
     with pytest.raises(VimeError, match="group 0 has no greedy sample"):
         made("remax", samples, n=1)
+    samples[0].multimodal_inputs = {"images": [{"image": "a.png"}]}
+    assert samples[0].greedy_twin().images == samples[0].images
     twins = [samples[0].greedy_twin(), samples[3].greedy_twin()]
     for s, reward in zip(twins, (0.25, 1.0)):
         s.append_tokens([2], [0.0], versions=0)

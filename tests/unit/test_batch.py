@@ -43,6 +43,17 @@ def batches(draw, max_groups=5):
     return out
 
 
+@given(batches(), st.integers(1, 4), st.integers(5, 60))
+def test_pairs_are_never_split(samples, world, budget):
+    """What a loss compares lies in one micro-batch of one rank, whatever the budget, and nothing is lost."""
+    metas = [meta_of(s) for s in samples]
+    plans = plan(metas, [1.0] * len(metas), make_cfg(objective="dpo", max_tokens_per_gpu=budget), world)
+    micros = [micro for p in plans for mini in p.steps for micro in mini if micro]
+    assert Counter(i.index for m in micros for i in m) == Counter(m.index for m in metas if m.trained_tokens)
+    groups = [g for m in micros for g in {i.group_index for i in m}]
+    assert len(groups) == len(set(groups))
+
+
 @given(batches(), st.sampled_from(AGGREGATES), st.integers(1, 4), st.integers(5, 60), st.sampled_from([None, 1, 3]), st.sampled_from([1, 2, 3]))
 def test_plan_is_invariant_to_ranks_and_budget(samples, aggregate, world, budget, per_step, pp):
     """Every trainable sample is planned once, with a weight per token that no split changes; ranks run in lock-step."""
@@ -106,6 +117,33 @@ def test_ranks_get_like_shares():
     plans = plan(metas, [1.0] * 64, make_cfg(), 4)
     loads = [sum(samples[i.index].response_length for mini in p.minibatches for i in mini) for p in plans]
     assert max(loads) - min(loads) <= 2 * 13
+
+
+def of_lengths(*lengths):
+    samples = []
+    for k, n in enumerate(lengths):
+        s = Sample(group_index=k, index=k, tokens=[1], reward=0.0)
+        s.append_tokens([2] * (n - 1), [0.0] * (n - 1), versions=0)
+        samples.append(s)
+    return [meta_of(s) for s in samples]
+
+
+def test_long_samples_weigh_more_than_their_tokens():
+    """The larger rank's share of the FLOPs: 63% where only tokens are counted, 51% with attention."""
+    lengths, width, shares = [1000] * 2 + [100] * 40, 64, []
+    flops = np.array([24 * width**2 * n + 4 * width * n**2 / 2 for n in lengths])
+    for known in (0, width):
+        plans = plan(of_lengths(*lengths), [1.0] * 42, make_cfg(max_tokens_per_gpu=10**6), 2, known)
+        shares.append(max(flops[[i.index for i in p.minibatches[0]]].sum() for p in plans) / flops.sum())
+    assert shares == pytest.approx([0.628, 0.505], abs=0.002)
+
+
+def test_micro_batches_are_alike_on_all_ranks():
+    """Not full ones and a rest; a rank that would need fewer of them takes as many, in place of empty ones."""
+    for p in plan(of_lengths(*[12] * 20), [1.0] * 20, make_cfg(max_tokens_per_gpu=40), 2):
+        assert sorted(len(micro) for micro in p.steps[0]) == [2, 2, 3, 3]
+    long, short = plan(of_lengths(*[60] * 3, *[15] * 12), [1.0] * 15, make_cfg(max_tokens_per_gpu=90), 2)
+    assert [len(m) for m in long.steps[0]] == [1, 1, 1] and [len(m) for m in short.steps[0]] == [4, 4, 4]
 
 
 def test_zero_advantage_is_left_out_only_where_it_gives_no_gradient():

@@ -49,6 +49,14 @@ def test_every_trained_token_is_one_ranks_and_every_position_one_piece(sizes: li
             assert all(torch.equal(views[c, t].everything[o], torch.cat([whole.rows[:0], *views[o, t].where])) for o in range(cp))
 
 
+@given(sizes=SIZES, cp=st.sampled_from([1, 2, 3]), tp=st.sampled_from([1, 2]))
+def test_pairs_go_to_one_rank(sizes: list[tuple[int, int]], cp: int, tp: int) -> None:
+    pairs, p = micro_batch([(3, response) for _, response in sizes for _ in range(2)]), ParallelConfig(cp=cp, tp=tp)
+    views = [lay_out([pairs], place(p, c, t), pairs=True)[0] for c in range(cp) for t in range(tp)]
+    assert [s.index for v in views for s in v.samples] == [s.index for s in pairs.samples]
+    assert all([s.group_index for s in v.samples[::2]] == [s.group_index for s in v.samples[1::2]] for v in views)
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_pipelines_micro_batches_have_one_length_and_one_loss_stage(cp: int) -> None:
     packs, p = [micro_batch([(3, 5), (3, 2)]), micro_batch([(4, 9)]), micro_batch([])], ParallelConfig(pp=2, cp=cp)

@@ -246,6 +246,11 @@ def test_dry_run_says_what_would_become_of_the_folder(tmp_path: Path, capsys: py
     run(folder)
     assert dry().startswith("0 ") and "exists already" in dry() and "emptied first" in dry("--overwrite")
     ckpt = checkpoint(folder, STATE)
+    (ckpt / "hf").mkdir()
+    text = (model / "config.json").read_text()
+    (ckpt / "hf" / "config.json").write_text(json.dumps(json.loads(text) | {"vocab_size": 7}))
+    assert "vocab_size is 7 there, None here (give the model it was made from)" in dry("--resume")
+    (ckpt / "hf" / "config.json").write_text(json.dumps(json.loads(text) | {"dtype": "float32"}))
     assert "not the prompts this run began with" in dry("--resume")
     prompts = {"given": 24, "rows": 2, "n": 8, "seed": 42, "shuffle": True, "content": "?"}
     (ckpt / "state.json").write_text(json.dumps(STATE | {"prompts": prompts}))

@@ -14,7 +14,8 @@ from PIL import Image
 
 from examples.vision.make_data import main
 from tests.integration.vision_kit import draw
-from vime.config import DataConfig
+from vime.config import DataConfig, validate
+from vime.data.examples import Examples
 from vime.data.images import content_part, read, reference
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import Tokenizer
@@ -56,6 +57,14 @@ def test_every_way_to_write_an_image(tmp_path: Path, tokenizer: Tokenizer) -> No
         assert [i["sha256"] for i in s.images] == [reference(str(file), tmp_path)["sha256"]]
     back = Sample.from_dict(json.loads(json.dumps(s.to_dict())))
     assert back == s
+
+
+def test_examples_with_images_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    draw(tmp_path / "a.png", (8, 6), 0)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x<image>", "images": "a.png", "response": "y"}))
+    data = {"prompts": str(tmp_path / "a.jsonl"), "image_key": "images"}
+    with pytest.raises(VimeError, match="it has images: examples are of text only"):
+        Examples(validate({"model": "m", "data": data, "train": {"objective": "sft"}}, "t"), tokenizer)
 
 
 def test_a_column_of_images(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime import config
-from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask, value_loss
+from vime.trainer.critic import summary
+from vime.trainer.loss import HeadLoss, dpo_loss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask, value_loss
 
 
 def test_importance_weights_by_hand():
@@ -99,6 +100,30 @@ def test_value_loss_by_hand():
     torch.testing.assert_close(loss, torch.tensor([2.8**2 / 2]))
     assert larger.tolist() == [1] and v2.grad.tolist() == [0]
     torch.testing.assert_close(value_loss(v, old, target, None)[0], (v - target) ** 2 / 2)
+
+
+def test_dpo_by_hand():
+    """-log sigmoid(beta margin), its gradient -beta sigmoid(-beta margin) on the chosen answer, and no overflow far out."""
+    chosen, rejected = torch.tensor([1.0, -2.0, -4000.0], requires_grad=True), torch.tensor([0.5, 1.0, 4000.0], requires_grad=True)
+    loss = dpo_loss(chosen, rejected, 0.5)
+    x = torch.tensor([0.25, -1.5])
+    torch.testing.assert_close(loss[:2], torch.log(1 + torch.exp(-x)))
+    assert loss[2].item() == pytest.approx(4000.0)
+    loss.sum().backward()
+    torch.testing.assert_close(chosen.grad[:2], -0.5 / (1 + torch.exp(x)))
+    torch.testing.assert_close(rejected.grad, -chosen.grad)
+
+
+def test_critic_metrics_by_hand():
+    """Means by loss weight; explained variance 1 where old values are the returns, 0 where they are the returns' mean."""
+    returns, weight = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    mean = (returns * weight).sum()
+    for old, explained in ((returns, 1.0), (mean.expand(4), 0.0)):
+        seen = torch.stack([torch.tensor([1.0, 0, 0, 1]).double(), old, returns, returns**2, (returns - old) ** 2, torch.ones(4).double()])
+        m = summary(torch.cat([torch.tensor([3.0]).double(), seen @ weight]), [1.0, 2.0])
+        assert m["train/explained_variance"] == pytest.approx(explained) and m["train/return_mean"] == pytest.approx(float(mean))
+        assert (m["train/value_loss"], m["train/critic_grad_norm"], m["train/value_clipfrac"]) == pytest.approx((1.5, 1.5, 0.5))
+    assert summary(torch.zeros(7), [0.0]) == {"train/value_loss": 0.0, "train/critic_grad_norm": 0.0}
 
 
 def test_kl_kinds():

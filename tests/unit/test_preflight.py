@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from vime import config, model
+from vime.data.tokenizer import load
 from vime.errors import VimeError
 from vime.model import _char_tokenizer
 from vime.train import preflight
@@ -50,6 +51,14 @@ def faults(root: Path, **changes: Any) -> list[str]:
     except VimeError as e:
         assert all(len(line) < 600 for line in str(e).splitlines())
         return str(e).splitlines()[1:]
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    size = load(str(TOKENIZER)).size
+    folder(tmp_path / "m", GOOD | {"vocab_size": size})
+    assert faults(tmp_path) == []
+    (tmp_path / "m" / "config.json").write_text(json.dumps(GOOD | {"text_config": {"vocab_size": size - 1}}))
+    assert f"its tokenizer has {size} tokens, the model a vocabulary of {size - 1}" in faults(tmp_path)[0]
 
 
 def test_folders_that_load(tmp_path: Path) -> None:

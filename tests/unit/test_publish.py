@@ -1,15 +1,18 @@
 """Which files the trainer writes, and how long they stay."""
 
 import os
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from vime import config
 from vime.errors import VimeError
 from vime.weights import Published, delta
-from vime.weights.publish import Publisher
+from vime.weights.publish import Publisher, write_file
 
 
 class Run:
@@ -32,6 +35,34 @@ class Run:
     def check(self, new: Published) -> None:
         state = dict(delta.Held().read(new.path, new.deltas))
         assert delta.checksum(state) == delta.checksum(self.weights)
+
+
+def test_a_streamed_file_is_what_safetensors_writes_and_holds_one_part_at_a_time(tmp_path):
+    parts = [
+        {"b": torch.randn(3, 5), "a.half": torch.randn(7).bfloat16()},
+        {"n": torch.tensor(4), "flags": torch.tensor([True, False, True]), "none": torch.zeros(0, 4)},
+        {"turned": torch.randn(4, 6).T, "bytes": torch.arange(5, dtype=torch.uint8)},
+    ]
+    whole = {k: v.clone() for p in parts for k, v in p.items()}
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def stream():
+        while parts:
+            assert all(r() is None for r in held), "an earlier part is still in memory"
+            part = parts.pop()
+            held[:] = [weakref.ref(t) for t in part.values()]
+            yield part
+            part = None
+
+    write_file(tmp_path / "x", {k: v.to("meta") for k, v in whole.items()}, {"format": "pt"}, stream())
+    found = load_file(tmp_path / "x")
+    assert found.keys() == whole.keys() and all(torch.equal(found[k], whole[k]) and found[k].dtype == whole[k].dtype for k in whole)
+    save_file({k: v.contiguous() for k, v in whole.items()}, tmp_path / "y", metadata={"format": "pt"})
+    assert os.path.getsize(tmp_path / "x") == os.path.getsize(tmp_path / "y")
+    with safe_open(tmp_path / "x", "pt") as f:
+        assert f.metadata() == {"format": "pt"}
+    with pytest.raises(VimeError, match="b and 1 more did not come"):
+        write_file(tmp_path / "z", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}, {}, [{"a": torch.zeros(2)}])
 
 
 def test_whole_weights_replace_each_other(tmp_path):

@@ -145,6 +145,7 @@ def test_routers_of_every_family_obey(name: str) -> None:
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([torch.nn.Module()])
     model.layers[0].gate = router
+    object.__setattr__(model, "base_model", model)  # as it is of transformers' own base models
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=1, name_or_path="m"))
     hidden = torch.randn(5, 16)
     _, weights, own = router(hidden)

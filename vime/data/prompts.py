@@ -8,7 +8,7 @@ import json
 import random
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from vime.errors import VimeError, nearest, said
 from vime.sample import Sample, plain
 
 MARK, PART = "<image>", ("image", "image_url")
+Parsed = tuple[str, list[dict[str, str]], Any]  # text to tokenize, references to the images in it, label
 SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>(-?\d{1,18})?):(?P<stop>(-?\d{1,18})?)\]")
 
 
@@ -40,13 +41,17 @@ class Prompts:
     def __init__(self, data: DataConfig, path: str, tokenizer: Tokenizer, n: int, seed: int, max_prompt_len: int):
         self.path, self.n, self.seed, self.shuffle, self.tokenizer = path, n, seed, data.shuffle, tokenizer
         self.given = 0  # prompts given out since the run began
-        self.rows = _rows(data, path, tokenizer, max_prompt_len)
+        self.rows = _rows(data, path, tokenizer, max_prompt_len, self.parse)
         self._order: tuple[int, list[int]] = (-1, [])
         digest = hashlib.sha256()
         for r in self.rows:
             shown = [i["sha256"] for i in r.images]
             digest.update(json.dumps([r.tokens.tolist(), r.label, *shown], sort_keys=True, default=str).encode())
         self._digest = digest.hexdigest()[:16]
+
+    def parse(self, data: DataConfig, record: Any, tokenizer: Tokenizer, folder: Path) -> Parsed:
+        """A record's text to tokenize, the images in it, and label. Raises: ValueError that says what is wrong with the record."""
+        return *render(data, record, tokenizer, folder), plain(record.get(data.label_key), data.label_key)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -111,7 +116,7 @@ def _inputs(row: Row) -> dict[str, Any] | None:
     return {"images": [dict(i) for i in row.images], "token_ids": row.tokens.tolist()} if row.images else None
 
 
-def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int) -> list[Row]:
+def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int, parse: Callable[..., Parsed]) -> list[Row]:
     """Read, check, render and tokenize every row of the slice."""
     m = SLICE.fullmatch(path)
     file = Path(m["path"] if m else path)
@@ -124,8 +129,8 @@ def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int
     found: list[tuple[str, str, Any, Any, list[dict[str, str]]]] = []  # place, rendered prompt, label, metadata, images
     for place, record in records:
         try:
-            text, shown = _render(data, record, tokenizer, file.parent)
-            label, metadata = plain(record.get(data.label_key), data.label_key), plain(record.get(data.metadata_key) or {}, data.metadata_key)
+            text, shown, label = parse(data, record, tokenizer, file.parent)
+            metadata = plain(record.get(data.metadata_key) or {}, data.metadata_key)
             found.append((place, text, label, metadata, shown))
         except ValueError as e:
             bad.append((place, str(e)))
@@ -171,7 +176,8 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
         if data.input_key not in table.column_names:
             raise VimeError(f"{file}: no column {data.input_key!r} (data.input_key)", nearest(data.input_key, table.column_names))
         columns = {}
-        for key in {data.input_key, data.label_key, data.metadata_key, data.image_key or data.input_key} & set(table.column_names):
+        wanted = {data.input_key, data.label_key, data.metadata_key, data.response_key, data.chosen_key, data.rejected_key}
+        for key in (wanted | {data.image_key or data.input_key}) & set(table.column_names):
             try:
                 columns[key] = table.column(key).to_pylist()
             except (pyarrow.ArrowException, ValueError, KeyError) as e:
@@ -189,7 +195,7 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
                     yield f"{file}:{number}", ValueError(f"not JSON: {e}")
 
 
-def _render(data: DataConfig, record: Any, tokenizer: Tokenizer, folder: Path) -> tuple[str, list[dict[str, str]]]:
+def render(data: DataConfig, record: Any, tokenizer: Tokenizer, folder: Path) -> tuple[str, list[dict[str, str]]]:
     """The text to tokenize, and the images in it. Raises: ValueError that says what is wrong with the record."""
     if isinstance(record, ValueError):
         raise record

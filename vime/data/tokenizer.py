@@ -41,6 +41,7 @@ class Tokenizer:
             raise VimeError(f"{folder}: its tokenizer does not load: {file.name}: {said(e)}", fix) from e
         self._rust.no_truncation()
         self._rust.no_padding()
+        self.size = 1 + max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1)  # beyond the last id
         self.special: dict[str, str] = {k: v for k, v in named.items() if isinstance(v, str)}
         self.chat_template: str | None = template
         model: Any = {}
@@ -56,14 +57,14 @@ class Tokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return str(self._rust.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def render(self, messages: list[dict[str, Any]], template: str | None = None, **kw: Any) -> str:
-        """The prompt's text: `messages` through the chat template (or `template`), up to where the model's answer begins."""
+    def render(self, messages: list[dict[str, Any]], template: str | None = None, answer: bool = True, **kw: Any) -> str:
+        """The prompt's text: `messages` through the chat template (or `template`), up to where the model's answer begins if `answer`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         chosen = template or self.chat_template
         if not chosen:
             raise ValueError("the tokenizer has no chat template: set data.chat_template, or data.apply_chat_template = false")
-        texts, _ = render_jinja_template([messages], chat_template=chosen, add_generation_prompt=True, **self.special, **kw)
+        texts, _ = render_jinja_template([messages], chat_template=chosen, add_generation_prompt=answer, **self.special, **kw)
         return str(texts[0])
 
 

@@ -105,7 +105,7 @@ def estimate(metas: Sequence[SampleMeta], cfg: Config) -> tuple[list[SampleMeta]
     rewards = scores[[not m.greedy for m in metas]]
     own = [m for m in metas if not m.greedy]
     rollouts, groups = [m.rollout_id for m in own], [m.group_index for m in own]
-    if algo.advantage_estimator == "reinforce_plus_plus":
+    if algo.advantage_estimator in ("reinforce_plus_plus", "gae", "on_policy_distillation"):
         found = rewards
     elif algo.advantage_estimator == "remax":
         if missing := set(groups) - set(greedy):

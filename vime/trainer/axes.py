@@ -139,7 +139,7 @@ def check(cfg: Config) -> None:
         return  # any model allows that
     if cfg.rollout.routing_replay:
         raise VimeError(f"rollout.routing_replay is not shown to be right on {p}", "use parallel.fsdp alone with it")
-    models = [cfg.model] + ([cfg.algo.ref_model] if cfg.algo.needs_reference and cfg.algo.ref_model else [])
+    models = [cfg.model] + ([cfg.algo.ref_model] if cfg.needs_reference and cfg.algo.ref_model else [])
     found = [(path, read(path), fault) for path in models for fault in faults(p, read(path))]
     if found:
         near = nearest(p, found[0][1])

@@ -54,8 +54,10 @@ def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: st
     return np.full(len(n), 1.0 / scale)
 
 
-def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int) -> list[RankPlan]:
-    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches.
+def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0) -> list[RankPlan]:
+    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches, of like cost.
+
+    `width`: the model's hidden size, from which the share of attention follows; 0: cost is tokens.
 
     Loss weights are set here, once for all ranks, so their sum depends on nothing below. Samples of a group stay together
     where they can, since they share their prompt's computation. Returns: one RankPlan per rank.
@@ -76,16 +78,15 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         live.sort(key=lambda x: (x[0].group_index, x[0].index))
         skipped += len(rows) - len(live)
         scales.append(1.0 / max(1, sum(trained) if cfg.loss.aggregate == "token-mean" else len(chosen)))
-        shares, budget, pp = _cut(live, world), cfg.train.max_tokens_per_gpu, cfg.parallel.pp
+        units = _units(live, cfg.train.objective == "dpo")
+        budget, pp, shares = cfg.train.max_tokens_per_gpu, cfg.parallel.pp, _cut(units, world, width)
         batches = [_fill(share, budget) for share in shares]
-        count = max(map(len, batches))
-        if pp > 1:  # a pipeline wants as many micro-batches as it has ranks, interleaved a multiple; all of one length, so about equal ones
-            count = -(-count // pp) * pp
-            even = [_cut(share, count) for share in shares]
-            fits = [max((sum(_costs(b)) for b in e), default=0) <= budget for e in even]
-            batches = [[[item for _, item in b] for b in e] if fit else full for e, fit, full in zip(even, fits, batches)]
-        for r, b in enumerate(batches):
-            steps[r].append(b + [[]] * (count - len(b)))
+        n = -(-max(map(len, batches)) // pp) * pp  # a pipeline wants as many micro-batches as it has ranks, interleaved a multiple
+        for r, (share, full) in enumerate(zip(shares, batches)):
+            # Ranks run in lock-step, so each wants its work spread evenly over all micro-batches; in a pipeline all are of one length, too.
+            even = _cut(share, n, width)
+            fits = all(len(part) <= 1 or sum(_costs(joined(part))) <= budget for part in even)
+            steps[r].append([[i for _, i in joined(part)] for part in even] if fits else full + [[]] * (n - len(full)))
     return [RankPlan(s, skipped, scales) for s in steps]
 
 
@@ -95,22 +96,52 @@ def _costs(row: Sequence[tuple[SampleMeta, Item]]) -> list[int]:
     return [m.response_length + (0 if keys[i] == keys[i + 1] else m.prompt_length) for i, (m, _) in enumerate(row)]
 
 
-def _cut(row: list[tuple[SampleMeta, Item]], parts: int) -> list[list[tuple[SampleMeta, Item]]]:
-    """Cut a row of samples, in order, into `parts` of about equal tokens."""
-    cost = np.array(_costs(row), dtype=np.float64)
+Unit = list[tuple[SampleMeta, Item]]  # what is never split over ranks or micro-batches
+
+
+def joined(units: Sequence[Unit]) -> Unit:
+    return [x for unit in units for x in unit]
+
+
+def _units(row: Unit, pairs: bool) -> list[Unit]:
+    """A unit of each sample, or of each group, whose samples are then compared in the loss."""
+    out: list[Unit] = []
+    for x in row:
+        if pairs and out and out[-1][0][0].group_index == x[0].group_index:
+            out[-1].append(x)
+        else:
+            out.append([x])
+    return out
+
+
+def _work(row: Unit, width: int) -> np.ndarray:
+    """Work of each sample when the row is packed in order, in tokens. A token costs 24 width^2 FLOPs in a layer's products, and a pair of
+    tokens in its attention 4 width: a sixth of a token by width."""
+    new = np.array(_costs(row), dtype=np.float64)
+    if not width:
+        return new
+    whole = np.array([m.prompt_length + m.response_length for m, _ in row], dtype=np.float64)
+    return new + (whole**2 - (whole - new) ** 2) / 2 / (6 * width)
+
+
+def _cut(row: list[Unit], parts: int, width: int) -> list[list[Unit]]:
+    """Cut a row of units, in order, into `parts` of about equal work."""
+    work = iter(_work(joined(row), width))
+    cost = np.array([sum(next(work) for _ in unit) for unit in row], dtype=np.float64)
     middle = np.cumsum(cost) - cost / 2
     to = np.minimum((middle * parts / max(cost.sum(), 1)).astype(int), parts - 1)
     return [[x for x, t in zip(row, to) if t == p] for p in range(parts)]
 
 
-def _fill(row: list[tuple[SampleMeta, Item]], budget: int) -> list[list[Item]]:
-    """Micro-batches of at most `budget` packed tokens, in order; a sample beyond the budget gets one of its own."""
+def _fill(row: list[Unit], budget: int) -> list[list[Item]]:
+    """Micro-batches of at most `budget` packed tokens, in order; a unit beyond the budget gets one of its own."""
     out: list[list[Item]] = []
-    used = 0
-    for (meta, item), cost in zip(row, _costs(row)):
+    used, costs = 0, iter(_costs(joined(row)))
+    for unit in row:
+        cost = sum(next(costs) for _ in unit)
         if not out or used + cost > budget:
             out.append([])
-            used, cost = 0, meta.prompt_length + meta.response_length
-        out[-1].append(item)
+            used, cost = 0, sum(_costs(unit))
+        out[-1] += [item for _, item in unit]
         used += cost
     return out

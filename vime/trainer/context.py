@@ -24,17 +24,18 @@ from vime.trainer.layout import Layout
 from vime.trainer.packing import Pack
 
 
-def lay_out(packs: Sequence[Pack], layout: Layout) -> list[Pack]:
+def lay_out(packs: Sequence[Pack], layout: Layout, pairs: bool = False) -> list[Pack]:
     """This rank's view of an optimizer step's micro-batches, on its device: padded to what cp and pp need, its piece of ids, positions
-    and routing, and of the loss's arrays those of its own samples (of none, on stages before the last)."""
+    and routing, and of the loss's arrays those of its own samples (of none, on stages before the last). `pairs`: a group's
+    samples go to one rank."""
     cp = layout.p.cp
     lengths = [-(-b.ids.shape[1] // cp) * cp for b in packs]
     if layout.p.pp > 1:  # the pipeline's buffers have one size
         lengths = [max(lengths, default=0)] * len(lengths)
-    return [_view(b, n, layout).to(layout.device) for b, n in zip(packs, lengths)]
+    return [_view(b, n, layout, pairs).to(layout.device) for b, n in zip(packs, lengths)]
 
 
-def _view(b: Pack, length: int, layout: Layout) -> Pack:
+def _view(b: Pack, length: int, layout: Layout, pairs: bool) -> Pack:
     p, pad = layout.p, length - b.ids.shape[1]
     # Padding attends to nothing: it reads the first token's attention output, and no loss reads it.
     ids, positions, scatter = (F.pad(x, (0, pad)) for x in (b.ids, b.positions, b.scatter))
@@ -43,6 +44,9 @@ def _view(b: Pack, length: int, layout: Layout) -> Pack:
     sizes = np.array([sum(m > 0 for m in s.loss_mask) for s in b.samples], dtype=np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
     to = np.minimum((ends[:-1] + ends[1:]) * parts // (2 * max(1, int(ends[-1]))), parts - 1)  # by a sample's middle token
+    if pairs and b.samples:
+        _, heads, group = np.unique([s.group_index for s in b.samples], return_index=True, return_inverse=True)
+        to = to[heads][group]
     cuts = np.searchsorted(to, np.arange(parts + 1))
     own = layout.cp * p.tp + layout.tp
     first, last = (cuts[own], cuts[own + 1]) if layout.last else (0, 0)

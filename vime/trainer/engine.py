@@ -7,6 +7,8 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ from vime import hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
-from vime.trainer import axes, custom, state
+from vime.trainer import axes, checkpoint, custom, state
+from vime.trainer import critic as critics
 from vime.trainer.batch import Item, RankPlan
 from vime.trainer.context import lay_out
+from vime.trainer.faults import alone, named, not_finite
 from vime.trainer.layout import Layout
-from vime.trainer.loss import HeadLoss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
+from vime.trainer.loss import HeadLoss, dpo_loss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
 from vime.trainer.pipeline import Job, Pipeline
@@ -47,6 +51,15 @@ def learning_rate(step: int, cfg: TrainConfig) -> float:
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
 
 
+def adamw(model: PreTrainedModel, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of what isn't frozen of a model; norms and biases don't decay."""
+    groups: dict[Any, dict[str, Any]] = {}  # one operation takes tensors of one mesh only
+    for p in (p for p in model.parameters() if p.requires_grad):
+        decay = cfg.weight_decay if p.ndim > 1 else 0.0
+        groups.setdefault((decay, getattr(p, "device_mesh", None)), {"params": [], "weight_decay": decay})["params"].append(p)
+    return torch.optim.AdamW(list(groups.values()), lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), fused=True)
+
+
 # Sums over trained tokens that loss_of() collects; all but the last two are weighted with the loss weights.
 CORRECTION = ("tis", "tis_clipfrac", "tis_abs")
 SUMS = (
@@ -60,21 +73,28 @@ class Trainer:
     """Rank `rank` of `world`. Methods are collectives: call each on every rank, in the same order.
 
     Raises (any method): VimeError for what a person can act on. Faults in a rank's input fail all ranks at once; where a rank
-    dies inside a collective its peers lose the connection, or at worst time out (parallel.COLLECTIVE_TIMEOUT).
+    dies its peers lose the connection; where it fails by itself or hangs they wait until the controller ends them, or time out.
     """
 
     def __init__(self, cfg: Config, rank: int, world: int, master_addr: str, master_port: int):
         self.cfg, self.rank, self.world = cfg, rank, world
         self.address = (master_addr, master_port)
         self.reference: PreTrainedModel | None = None
+        self.critic: critics.Critic | None = None
         self.custom: dict[str, Callable[..., Any]] = {}
         self.own: Counter[str] = Counter()  # metrics of these functions of the user's, summed over the batch
+        self.bad_steps = 0  # optimizer steps in a row that had no finite loss and gradient
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: Future[None] | None = None  # the newest checkpoint.async_save
 
     def setup(self, folder: str | None = None) -> None:
         """Join the other ranks, load the model; with the folder of a checkpoint, continue from it exactly."""
         cfg = self.cfg
         self.custom, self.args = hooks.loss_side(cfg), hooks.plugin_args(cfg)
-        self.device = init(self.rank, self.world, *self.address)
+        self.device = init(self.rank, self.world, *self.address, cfg.train.step_timeout + 60)
+        self.side = dist.new_group(backend="gloo") if cfg.checkpoint.async_save else None  # a thread's collectives need a group of their own
+        if cfg.train.offload != "none" and self.device.type == "cpu":
+            raise VimeError(f'train.offload = "{cfg.train.offload}": this trainer runs on the CPU, whose memory that is', "leave it out")
         torch.manual_seed(cfg.seed + self.rank)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
@@ -83,7 +103,7 @@ class Trainer:
         start = Path(folder) / "hf" if folder else self.source
         self.model = load_model(start, train.dtype, self.layout, train.gradient_checkpointing, train.freeze_vision)
         self.pipelines = {self.model: Pipeline(self.model, cfg.model)}
-        if cfg.algo.needs_reference:
+        if cfg.needs_reference:
             path = cfg.algo.ref_model or cfg.model
             self.reference = load_model(path, train.dtype, self.layout).requires_grad_(False)
             self.pipelines[self.reference] = Pipeline(self.reference, path)
@@ -92,14 +112,15 @@ class Trainer:
         self.vision = {m: Vision(m, start, options) for m in self.pipelines if hasattr(m.config, "vision_config")}
         for m, vision in self.vision.items():
             self.pipelines[m].vision = vision
-        groups: dict[Any, dict[str, Any]] = {}  # one operation takes tensors of one mesh only
-        for p in (p for p in self.model.parameters() if p.requires_grad):
-            decay = train.weight_decay if p.ndim > 1 else 0.0  # none of norms and biases
-            groups.setdefault((decay, getattr(p, "device_mesh", None)), {"params": [], "weight_decay": decay})["params"].append(p)
-        betas = (train.adam_beta1, train.adam_beta2)
-        self.optimizer = torch.optim.AdamW(list(groups.values()), lr=train.lr, betas=betas, fused=True)
+        self.optimizer = adamw(self.model, train)
+        self.parts = {"": (self.model, self.optimizer)}  # what a checkpoint holds, by the prefix of the names there
+        if cfg.algo.advantage_estimator == "gae":
+            self.critic = critics.Critic(cfg, cfg.algo.critic_model or self.source, self.layout)
+            self.parts["critic."] = (self.critic.model, adamw(self.critic.model, train))
         if folder:
-            state.load_rank(Path(folder), self.model, self.optimizer)
+            state.load_rank(Path(folder), self.parts)
+            for _, optimizer in self.parts.values():
+                self.offload(optimizer, "cpu")
         self.publisher = Publisher(cfg, self.rank)
         if self.rank == 0:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
@@ -111,9 +132,10 @@ class Trainer:
         samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
         stale = np.zeros(0)  # weight versions that each trained token is behind
-        error: Exception | None = None
+        error: BaseException | None = self.writing.exception() if self.writing and self.writing.done() else None
+        pairs = self.cfg.train.objective == "dpo"
         try:
-            steps = [lay_out([pack(items, samples) for items in mini], self.layout) for mini in plan.steps]
+            steps = [lay_out([pack(items, samples) for items in mini], self.layout, pairs) for mini in plan.steps]
             if self.cfg.rollout.truncated and any(b.samples and b.support is None for mini in steps for b in mini):
                 raise ValueError("with rollout.top_p or top_k every sample needs its sampling_mask (see Sample.append_tokens)")
             for replay in self.replays.values():
@@ -135,12 +157,17 @@ class Trainer:
         batches, self.own = [b for mini in steps for b in mini], Counter()
         # Later steps are off-policy: what they started from must be known before the first update, unless the sampled logprobs stand for it.
         algo, sampled = self.cfg.algo, self.cfg.algo.correction == "rollout_logprobs"
-        recompute = (not sampled and (len(steps) > 1 or algo.kl_coef > 0)) or "algo.custom_advantage" in self.custom
-        for batch in batches:
-            if self.reference is not None:
-                batch.ref = self.log_probs(self.reference, batch)
-            if recompute:
-                batch.old = self.log_probs(self.model, batch)
+        compared = algo.kl_coef > 0 or algo.advantage_estimator == "on_policy_distillation"  # with the reference, so these must be exact
+        recompute = (not sampled and (len(steps) > 1 or compared)) or "algo.custom_advantage" in self.custom
+        recompute = recompute and not self.cfg.offline
+        for k, batch in enumerate(batches):
+            with alone(f"step {step}, {named(batches, k)}, before the update"):
+                if self.reference is not None:
+                    batch.ref = self.log_probs(self.reference, batch)
+                if recompute:
+                    batch.old = self.log_probs(self.model, batch)
+                if self.critic:
+                    batch.values = self.critic.values(batch)
         if fn := self.custom.get("algo.custom_advantage"):
             try:
                 custom.advantages(fn, self.args, batches, {i.index: i.advantage for mini in plan.minibatches for i in mini})
@@ -150,42 +177,81 @@ class Trainer:
         shaped = {}
         if algo.per_token:
             policy = [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches]
-            shaped = per_token(algo, batches, policy, self.device)
+            with alone(f"step {step}, rank {self.rank}, advantages per token"):
+                shaped = per_token(algo, batches, policy, self.device)
         rate = learning_rate(step, self.cfg.train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for prefix, (_, optimizer) in self.parts.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * ((algo.critic_lr or self.cfg.train.lr) / self.cfg.train.lr if prefix else 1)
+        shaped |= self.train_critic(step, steps) if self.critic else {}
+        frozen = self.critic is not None and step <= algo.num_critic_only_steps
         sums = torch.zeros(len(steps), len(SUMS), dtype=torch.float64, device=self.device)
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
-        norms = []
-        for mini, total, scale in zip(steps, sums, plan.scales, strict=True):
-            self.pipelines[self.model].backward(mini, [self.loss_job(batch, total, worst[0], scale) for batch in mini])
-            norms.append(self.update(step))
+        norms: list[float] = []  # of the steps that were taken
+        skipped = 0  # trained tokens of this rank in the others
+        for mini, total, scale in () if frozen else zip(steps, sums, plan.scales, strict=True):
+            before, rows = (worst.clone(), Counter(self.own)), sums.new_zeros(len(mini), len(SUMS))
+            jobs = [self.loss_job(batch, row, worst[0], scale) for batch, row in zip(mini, rows, strict=True)]
+            self.pipelines[self.model].backward(mini, jobs, f"step {step}")
+            norm = self.norm(self.model)
+            if bad := not_finite(self.model, mini, rows[:, SUMS.index("loss")], norm):
+                self.optimizer.zero_grad()
+                worst[:], self.own = before
+                skipped += sum(len(b.labels) for b in mini)
+                self.bad_steps += 1
+                if self.bad_steps >= self.cfg.train.max_bad_steps:
+                    what = f"step {step}: {self.bad_steps} optimizer step(s) in a row without a finite loss and gradient (train.max_bad_steps)"
+                    raise VimeError(f"{what}: {bad}; weights are unchanged", "lower train.lr; look at these samples")
+                continue
+            self.bad_steps = 0
+            total += rows.sum(0)
+            self.update(norm, self.model, self.optimizer)
+            norms.append(norm)
         mine = sum(b.ids.numel() for b in batches) if self.layout.last and self.layout.tp == 0 else 0
-        counts = torch.tensor([mine, stale.sum(), 0, 0], dtype=torch.float64, device=self.device)
+        counted = [mine, sum(len(b.labels) for b in batches), skipped, stale.sum(), 0, 0]
+        counts = torch.tensor(counted, dtype=torch.float64, device=self.device)
         if self.replays:
-            counts[2:] = self.replays[self.model].take()
+            counts[4:] = self.replays[self.model].take()
         for t, op in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX), (counts, dist.ReduceOp.SUM)):
             dist.all_reduce(t, op)
-        forwarded, lag, flips, routed = counts.tolist()
+        forwarded, tokens, left_out, lag, flips, routed = counts.tolist()
         seconds = time.monotonic() - start
-        out = self.summary(sums, norms) | shaped
-        if tokens := out["train/trained_tokens"]:
+        out = ({} if frozen else self.summary(sums, norms)) | shaped | {"train/trained_tokens": tokens - left_out}
+        if tokens:
             out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
         out |= {"train/routing_flips": flips / routed} if routed else {}
         out |= self.own_metrics(float(sums[:, 0].sum()) or len(steps))
+        out |= {} if frozen or self.cfg.offline else {"train/logprob_abs_diff_max": float(worst[0])}
         return out | {
             "train/lr": rate,
-            "train/logprob_abs_diff_max": float(worst[0]),
             "train/skipped_samples": float(plan.skipped),
-            "train/optimizer_steps": float(len(steps)),
+            "train/optimizer_steps": float(len(norms)),
+            "train/skipped_steps": 0.0 if frozen else float(len(steps) - len(norms)),
             "perf/train_s": seconds,
             "perf/train_tokens": forwarded,
             "perf/train_tokens_per_s": forwarded / seconds,
         }
 
+    def train_critic(self, step: int, steps: list[list[Pack]]) -> dict[str, float]:
+        """Its optimizer steps on the same micro-batches; a collective. Returns: metrics, the same on every rank."""
+        assert self.critic
+        sums, norms = torch.zeros(len(critics.SUMS), dtype=torch.float64, device=self.device), []
+        for mini in steps:
+            for k, batch in enumerate(mini):
+                with alone(f"step {step}, {named(mini, k)}, critic"):
+                    self.critic.backward(batch, sums)
+            norm = self.norm(self.critic.model)
+            if not math.isfinite(norm):
+                what = f"step {step}: the norm of the critic's gradient is {norm}; its weights are unchanged"
+                raise VimeError(what, "lower algo.critic_lr; look at the last samples")
+            self.update(norm, *self.parts["critic."])
+            norms.append(norm)
+        dist.all_reduce(sums)
+        return critics.summary(sums, norms)
+
     def own_metrics(self, weight: float) -> dict[str, float]:
-        """Metrics of the user's functions, summed over ranks, by the sum of loss weights. A collective where there are such functions."""
-        if not self.custom:
+        """Metrics of the user's functions, and of pairs, summed over ranks, by the sum of loss weights. A collective where there are such."""
+        if not self.custom and self.cfg.train.objective != "dpo":
             return {}
         ranks: list[Counter[str]] = [Counter()] * self.world
         dist.all_gather_object(ranks, self.own)
@@ -194,10 +260,14 @@ class Trainer:
     def summary(self, sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
         """Metrics of the batch from the (optimizer steps, SUMS) table, summed over ranks; means over no token are left out."""
         row, first = (dict(zip(SUMS, x.tolist())) for x in (sums.sum(0), sums[0]))
-        out = {"train/loss": row["loss"] / len(sums), "train/grad_norm": sum(norms) / len(norms), "train/trained_tokens": row["tokens"]}
+        if not norms:  # every step was skipped
+            return {}
+        out = {"train/loss": row["loss"] / len(norms), "train/grad_norm": sum(norms) / len(norms)}
         if "loss.custom" in self.custom:  # which has metrics of its own
             return out
-        out["train/pg_loss"] = row["pg_loss"] / len(sums)
+        if self.cfg.offline:
+            return out | ({"train/entropy": row["entropy"] / row["weight"]} if row["entropy"] else {})
+        out["train/pg_loss"] = row["pg_loss"] / len(norms)
         if row["tokens"]:
             algo = self.cfg.algo
             shown = ["pg_clipfrac", "ppo_kl", "entropy", "kl_loss"]
@@ -264,10 +334,33 @@ class Trainer:
                 worst.copy_(torch.maximum(worst, diff.max()))
             return loss
 
-        whole = algo.use_opsm or algo.policy_loss == "gspo" or bool(algo.rejection or own)
+        def loss_of_examples(lp: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
+            weight = batch.weights[part]
+            if cfg.train.objective == "sft":
+                loss = -(lp * weight).sum()
+                total[SUMS.index("entropy")] += (entropy.detach().double() * weight).sum()
+                total[0] += weight.sum()
+            else:
+                assert batch.ref is not None
+                gains = torch.stack([x.sum() for x in (lp - batch.ref).split(lengths)])
+                order = sorted(range(len(lengths)), key=lambda i: batch.samples[i].index)  # pairs, the chosen one first
+                chosen, rejected = gains[order].view(-1, 2).T
+                loss = dpo_loss(chosen, rejected, algo.dpo_beta).sum() * scale
+                with torch.no_grad():
+                    found = {"dpo_chosen_reward": chosen, "dpo_rejected_reward": rejected, "dpo_margin": chosen - rejected}
+                    means = {k: float(algo.dpo_beta * v.sum()) * scale for k, v in found.items()}
+                    self.own.update(means | {"dpo_accuracy": float((chosen > rejected).sum()) * scale})
+                total[0] += len(chosen) * scale
+            total[1] += loss.detach()
+            total[SUMS.index("tokens")] += len(weight)
+            return loss
+
+        whole = algo.use_opsm or algo.policy_loss == "gspo" or bool(algo.rejection or own) or cfg.train.objective == "dpo"
+
+        loss_fn = loss_of_examples if cfg.offline else loss_of
 
         def job(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            args = (hidden, weight, batch.labels, cfg.rollout.temperature, cfg.train.logprob_chunk, loss_of, algo.entropy_coef != 0)
+            args = (hidden, weight, batch.labels, cfg.rollout.temperature, cfg.train.logprob_chunk, loss_fn, algo.entropy_coef != 0)
             return HeadLoss.apply(*args, batch.support, whole)
 
         def own_job(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -279,24 +372,30 @@ class Trainer:
 
         return Job(own_job, everything=True) if "loss.custom" in own else Job(job)
 
-    def update(self, step: int) -> float:
-        """Clip the gradient and step the optimizer. Returns the norm before clipping; VimeError, and no step, where it isn't finite."""
-        params = [p for p in self.model.parameters() if p.requires_grad]
+    def norm(self, model: PreTrainedModel) -> float:
+        """The gradient's norm over all ranks, where each gets the same."""
+        params = [p for p in model.parameters() if p.requires_grad]
         for p in params:
             if p.grad is None:  # nothing to train on any rank: AdamW's moments still decay, as with any zero gradient
                 p.grad = torch.zeros_like(p)
-        self.layout.sum_partial(self.model)
-        norm = self.layout.gradient_norm(self.model)
-        if not math.isfinite(norm):
-            what = f"step {step}: the gradient's norm is {norm}; weights are unchanged"
-            raise VimeError(what, "lower train.lr; look at the last samples")
+        self.layout.sum_partial(model)
+        return self.layout.gradient_norm(model)
+
+    def update(self, norm: float, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Clip the gradient, of this norm, and step the optimizer."""
         if norm > self.cfg.train.clip_grad:
-            for p in params:
-                assert p.grad is not None
-                p.grad.mul_(self.cfg.train.clip_grad / norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+            for p in model.parameters():
+                if p.grad is not None:  # frozen ones have none
+                    p.grad.mul_(self.cfg.train.clip_grad / norm)
+        self.offload(optimizer, self.device)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.offload(optimizer, "cpu")
+
+    def offload(self, optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
+        """With train.offload move the moments to `device`; their numbers stay what they are."""
+        for moments in optimizer.state.values() if self.cfg.train.offload == "optimizer" else ():
+            moments |= {k: moments[k].to(device) for k in ("exp_avg", "exp_avg_sq") if k in moments}
 
     def publish(self, version: int) -> tuple[Published | None, Canary]:
         """Write weights `version` for the servers. Returns the files, on rank 0, and the canary that proves that the servers took them."""
@@ -315,12 +414,29 @@ class Trainer:
         """See Publisher.whole. Not a collective: for rank 0."""
         return self.publisher.whole(version)
 
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write)."""
-        state.save_rank(Path(folder), self.model, self.optimizer, self.source, getattr(torch, self.cfg.train.dtype))
+    def save(self, folder: str, keep: int | None = None) -> None:
+        """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write). With `keep` only copy it, and write it in
+        the background, where rank 0 then commits the checkpoint; what fails there is raised by `train` or `flush`."""
+        self.flush()
+        share = state.share(self.parts, getattr(torch, self.cfg.train.dtype), copied=keep is not None)
+        if keep is None:
+            return state.save_share(Path(folder), share, self.source)
+        self.writing = self.writer.submit(self.write_behind, Path(folder), share, keep)
+
+    def write_behind(self, folder: Path, share: state.Share, keep: int) -> None:
+        with checkpoint.whole(folder) if self.rank == 0 else nullcontext():
+            state.save_share(folder, share, self.source, self.side)
+            if self.rank == 0:
+                checkpoint.commit(folder, keep)
+
+    def flush(self) -> None:
+        """Wait for the checkpoint that is being written. Raises: VimeError where it could not be."""
+        writing, self.writing = self.writing, None
+        agree(writing.exception() if writing else None)
 
     def close(self) -> None:
         """Leave the process group and remove the published files."""
+        self.writer.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.rank == 0:

@@ -84,6 +84,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     return torch.maximum(plain, clipped) / 2, (clipped > plain).float()
 
 
+def dpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Direct preference optimization (Rafailov et al. 2023), the sigmoid form: -log sigmoid(beta (chosen - rejected)) of each pair, (P,), from
+    the answers' sums of log(policy / reference), (P,) each, differentiable."""
+    return -torch.nn.functional.logsigmoid(beta * (chosen - rejected))
+
+
 def importance_weights(old: Tensor, rollout: Tensor, kind: str, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Weights of the token losses that correct for a sampling policy other than the one that is updated, without a gradient.
 

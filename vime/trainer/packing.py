@@ -48,6 +48,8 @@ class Pack:
     where: list[torch.Tensor] = field(default_factory=list)  # per sample, the positions (0..T-1) of all its tokens but the last
     old: torch.Tensor | None = None  # (M,) logprobs before the update; None: this forward's own
     ref: torch.Tensor | None = None  # (M,) logprobs of the reference
+    values: torch.Tensor | None = None  # (M,) the critic's, before its update
+    returns: torch.Tensor | None = None  # (M,) what it should have said
     routing: torch.Tensor | None = None  # (T, layers, top_k) int16: each token's experts, -1 where nothing needs them to be known
     # On one of several ranks (context.lay_out): ids, positions and routing are its piece of the row, buckets and scatter the whole row's.
     cp: Any = None  # the process group of context parallelism

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -25,12 +27,11 @@ from vime.trainer.context import to_heads, to_sequence
 from vime.trainer.layout import Layout
 from vime.trainer.packing import Pack
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # a rank that hangs fails the others after this long
 HEAD_FACTORS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
-def init(rank: int, world: int, addr: str, port: int) -> torch.device:
-    """Join the process group; gloo on CPU, nccl on CUDA. Returns this rank's device."""
+def init(rank: int, world: int, addr: str, port: int, timeout: float) -> torch.device:
+    """Join the process group; gloo on CPU, nccl on CUDA. A collective fails after `timeout` seconds. Returns this rank's device."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     cuda = torch.cuda.is_available()
@@ -38,7 +39,7 @@ def init(rank: int, world: int, addr: str, port: int) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     backend, url = "nccl" if cuda else "gloo", f"tcp://{addr}:{port}"
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     return device
 
 
@@ -66,20 +67,29 @@ def packed_attention(
 ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
 
 
-def load_model(path: str | Path, dtype: str, layout: Layout, checkpointing: bool = False, freeze_vision: bool = False) -> PreTrainedModel:
+def class_of(path: str | Path, critic: bool) -> tuple[Any, Any]:
+    """The configuration in a model folder, and its class. Raises: VimeError where there is none of a causal LM, or for a critic of its layers."""
+    try:
+        config = AutoConfig.from_pretrained(path, **({"num_labels": 1} if critic else {}))
+        seeing: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        return config, (AutoModelForTokenClassification if critic else seeing)._model_mapping[type(config)]
+    except (OSError, ValueError, KeyError) as e:
+        said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        fix = "a critic needs an architecture with a token classifier in transformers" if critic else "it must hold a causal LM that transformers knows"
+        raise VimeError(f"model {path}: {said}", fix) from e
+
+
+def load_model(
+    path: str | Path, dtype: str, layout: Layout, checkpointing: bool = False, freeze_vision: bool = False, critic: bool = False
+) -> PreTrainedModel:
     """A causal LM, which may take images, with float32 weights, cut over all ranks as `layout` says, computing in `dtype`; each rank reads
-    only its part.
+    only its part. As a critic the same layers with one output of the last, `score`, in place of the vocabulary's, whose weights are not read.
 
     Gradients are summed, never averaged, over ranks: loss weights are already global.
     Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
     """
-    try:
-        config = AutoConfig.from_pretrained(path)
-        sees = hasattr(config, "vision_config")
-        base: Any = (AutoModelForImageTextToText if sees else AutoModelForCausalLM)._model_mapping[type(config)]
-    except (OSError, ValueError, KeyError) as e:
-        said = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-        raise VimeError(f"model {path}: {said}", "it must hold a causal LM that transformers knows") from e
+    config, base = class_of(path, critic)
+    sees = hasattr(config, "vision_config")
     if sees:
         vision.check(config, path)
     text = config.get_text_config()
@@ -108,11 +118,15 @@ def load_model(path: str | Path, dtype: str, layout: Layout, checkpointing: bool
     disable_progress_bar()
     try:
         attention = {"text_config": "vime_packed", "vision_config": "sdpa"} if sees else "vime_packed"
-        model = Sharded.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, distributed_config=DistributedConfig(fsdp_size=layout.world)
-        )
+        model, info = Sharded.from_pretrained(
+            path, config=config, dtype=torch.float32, attn_implementation=attention,
+            distributed_config=DistributedConfig(fsdp_size=layout.world), output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
+    new = {"score.weight", "score.bias"} if critic else set()
+    if missing := sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or {}) - new):  # from_pretrained would leave them random
+        raise VimeError(f"model {path}: its files lack {len(missing)} of the model's weights, {missing[0]} first", "get the folder anew")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # logprobs must be those that the servers compute
@@ -125,23 +139,38 @@ def load_model(path: str | Path, dtype: str, layout: Layout, checkpointing: bool
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out. A collective."""
-    tied, layout = set(model.all_tied_weights_keys or {}), model.layout
-    out: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        if name in tied:
-            continue
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if layout.leader:
-            out[name] = full.to("cpu", dtype if full.is_floating_point() else None)
-    out = revert_weight_conversion(model, out) if out else out
+    out = {name: t for part in whole_layers(model, dtype) for name, t in part.items()}
+    layout: Layout = model.layout
     return layout.collect(out) if layout.leader and layout.p.pp > 1 else out
 
 
-def agree(error: BaseException | None) -> None:
+def whole_layers(model: PreTrainedModel, dtype: torch.dtype, meta: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    """As full_tensors, one decoder layer after the other (what lies outside of them one by one), so that no more than that is ever whole.
+    Of this rank's stages of a pipeline only, on their leader. With `meta` tensors without data, on every rank, and not a collective."""
+    tied = set(model.all_tied_weights_keys or {})
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in model.state_dict().items():
+        if name not in tied:
+            layer = re.match(r".*?\.layers\.\d+\.", name)
+            layers.setdefault(layer[0] if layer else name, {})[name] = value
+    for part in layers.values():
+        out = {}
+        for name, value in part.items():
+            kind = dtype if value.is_floating_point() else value.dtype
+            if meta:
+                out[name] = torch.empty(value.shape, dtype=kind, device="meta")
+                continue
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if model.layout.leader:
+                out[name] = full.to("cpu", kind)
+        yield revert_weight_conversion(model, out) if out else out
+
+
+def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank where any rank failed; a collective. The failing rank raises its own error."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     failed = torch.tensor([0.0 if error is None else 1.0], device=device)
-    dist.all_reduce(failed)
+    dist.all_reduce(failed, group=group)
     if error is not None:
         raise error
     if failed.item():

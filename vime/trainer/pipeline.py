@@ -15,6 +15,7 @@ from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from vime.errors import VimeError
 from vime.trainer.context import own_rows, whole_weight
+from vime.trainer.faults import alone, named
 from vime.trainer.layout import Layout
 from vime.trainer.packing import Pack
 from vime.trainer.vision import Vision
@@ -94,11 +95,13 @@ class Pipeline:
                 dist.send(out.contiguous(), group=group, group_dst=(stage + 1) % pp)
         return out if out is not None and self.layout.last else torch.empty(0, device=self.layout.device)
 
-    def backward(self, batches: Sequence[Pack], jobs: Sequence[Job]) -> None:
-        """Forward and backward of an optimizer step's micro-batches, whose jobs return losses: 1F1B, interleaved with several stages here."""
+    def backward(self, batches: Sequence[Pack], jobs: Sequence[Job], what: str) -> None:
+        """Forward and backward of an optimizer step's micro-batches, whose jobs return losses: 1F1B, interleaved with several stages here.
+        `what`: the step, for errors, which faults.alone names."""
         if self.layout.p.pp == 1:
-            for batch, job in zip(batches, jobs, strict=True):
-                self.model(None, 0, batch, job).backward()
+            for k, (batch, job) in enumerate(zip(batches, jobs, strict=True)):
+                with alone(f"{what}, {named(batches, k)}"):
+                    self.model(None, 0, batch, job).backward()
             return
         if not batches:  # nothing to train
             return
@@ -107,25 +110,28 @@ class Pipeline:
         stages = []
         for part, s in enumerate(self.layout.stages):
             ends = {"input_args": like if s else at[:1], "output_args": like if s < self.last else loss}
-            one = _Stage(self, part, batches, jobs)
+            one = _Stage(self, part, batches, jobs, what)
             stages.append(PipelineStage(one, s, self.layout.count, self.layout.device, group=self.layout.pp_group, **ends))
         how: dict[str, Any] = {"n_microbatches": len(batches), "loss_fn": lambda loss, _: loss, "scale_grads": False}
         schedule = Schedule1F1B(stages[0], **how) if len(stages) == 1 else ScheduleInterleaved1F1B(stages, **how)
         try:
             schedule.step(*([at] if self.layout.first else []), target=at if self.layout.last else None, return_outputs=False, at=at)
-        except RuntimeError as e:
-            if isinstance(e.__cause__, VimeError):  # torch wraps what a stage raised
-                raise e.__cause__ from None
-            raise
+        except Exception as e:
+            cause = e.__cause__ or e  # torch wraps what a stage raised
+            if isinstance(cause, VimeError):  # which names its micro-batch
+                raise cause from None
+            with alone(f"{what}, rank {dist.get_rank()}"):
+                raise cause from None
 
 
 class _Stage(torch.nn.Module):
     """A stage as torch's schedules call it. Its model is no submodule: FSDP then reduces gradients in each micro-batch, as without stages."""
 
-    def __init__(self, pipeline: Pipeline, part: int, batches: Sequence[Pack], jobs: Sequence[Job]):
+    def __init__(self, pipeline: Pipeline, part: int, batches: Sequence[Pack], jobs: Sequence[Job], what: str):
         super().__init__()
-        self.pipeline, self.part, self.batches, self.jobs = pipeline, part, batches, jobs
+        self.pipeline, self.part, self.batches, self.jobs, self.what = pipeline, part, batches, jobs, what
 
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
         i = int(at)
-        return self.pipeline.model(x, self.part, self.batches[i], self.jobs[i])
+        with alone(f"{self.what}, {named(self.batches, i)}"):
+            return self.pipeline.model(x, self.part, self.batches[i], self.jobs[i])

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from vime.config import AlgoConfig
-from vime.trainer.advantage import returns, whiten
+from vime.algo import AlgoConfig
+from vime.trainer.advantage import gae, returns, whiten
 from vime.trainer.loss import kl
 from vime.trainer.packing import Pack
 
@@ -18,16 +18,29 @@ def per_token(algo: AlgoConfig, batches: list[Pack], policy: list[torch.Tensor],
 
     A sample's number is the reward of its last trained token, each trained token costs kl_coef * KL to the reference, and a token's advantage
     is the discounted sum from it to the end of the response, tokens between that are not trained count as steps without a reward
-    (reinforce_plus_plus_baseline: the number less the token's own KL).
+    (reinforce_plus_plus_baseline: the number less the token's own KL; gae: over trained tokens alone, from `values`, which also sets
+    `returns`; on_policy_distillation: ref - policy, whatever the number).
     Returns: metrics, the same on every rank.
     """
     found: list[np.ndarray] = []
+    kind = algo.advantage_estimator
     sums = np.zeros(4)  # trained tokens, their advantages, these squared, their KL
     for batch, lp in zip(batches, policy, strict=True):
         number = batch.advantages.double().cpu().numpy()
-        cost = np.zeros(len(number)) if batch.ref is None or not algo.kl_coef else kl(lp, batch.ref, algo.kl_loss_type).double().cpu().numpy()
-        parts, start = [number - algo.kl_coef * cost], 0
-        if algo.advantage_estimator != "reinforce_plus_plus_baseline":
+        cost = np.zeros(len(number))
+        if batch.ref is not None and (algo.kl_coef or kind == "on_policy_distillation"):
+            cost = kl(lp, batch.ref, algo.kl_loss_type if algo.kl_coef else "k1").double().cpu().numpy()
+        parts, start = [-cost if kind == "on_policy_distillation" else number - algo.kl_coef * cost], 0
+        if batch.values is not None:
+            values, targets = batch.values.double().cpu().numpy(), np.zeros(len(cost))
+            rewards, parts = -algo.kl_coef * cost, []
+            for n in (sum(s.loss_mask) for s in batch.samples):
+                own = slice(start, start := start + n)
+                rewards[own.stop - 1] += number[own.start]
+                advantages, targets[own] = gae(rewards[own], values[own], algo.gamma, algo.lambd)
+                parts.append(advantages)
+            batch.returns = torch.from_numpy(targets).to(batch.values)
+        elif kind not in ("reinforce_plus_plus_baseline", "on_policy_distillation"):
             parts = []
             for s in batch.samples:
                 at = np.flatnonzero(s.loss_mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,37 +19,81 @@ from vime.errors import VimeError
 from vime.trainer.checkpoint import FULL
 from vime.trainer.parallel import agree, full_tensors
 
+Parts = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer]]  # by prefix: "" the model that is trained, "critic." its critic
 
-def tree(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+
+def tree(parts: Parts) -> dict[str, Any]:
     """The tensors themselves, by name: weights (tied copies left out) and AdamW's moments. Loading writes into them in place."""
-    tied = set(model.all_tied_weights_keys or {})
-    moments: dict[str, Any] = {}
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if not optimizer.state[p]:
-            optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        moments |= {f"{name}.{k}": v for k, v in optimizer.state[p].items()}
-    return {"model": {k: v for k, v in model.state_dict().items() if k not in tied}, "optimizer": moments}
+    out: dict[str, Any] = {}
+    for prefix, (model, optimizer) in parts.items():
+        tied = set(model.all_tied_weights_keys or {})
+        moments: dict[str, Any] = {}
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                continue
+            if not optimizer.state[p]:
+                optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            moments |= {f"{name}.{k}": v for k, v in optimizer.state[p].items()}
+        out |= {f"{prefix}model": {k: v for k, v in model.state_dict().items() if k not in tied}, f"{prefix}optimizer": moments}
+    return out
 
 
-def save_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, source: Path, dtype: torch.dtype) -> None:
-    """This rank's share of a checkpoint, into an existing folder; a collective. `source`: the model folder whose tokenizer and
-    configuration go along. Raises: VimeError on every rank where any rank cannot write."""
+class Share(NamedTuple):
+    """What one rank writes of a checkpoint."""
+
+    tree: dict[str, Any]
+    full: dict[str, torch.Tensor]  # whole weights in `dtype`, on rank 0
+    rng: torch.Tensor
+    dtype: torch.dtype
+
+
+def share(parts: Parts, dtype: torch.dtype, copied: bool) -> Share:
+    """This rank's share of a checkpoint; a collective. `copied`: in host memory, so that training may go on; else the live tensors."""
+    tensors, full = tree(parts), full_tensors(parts[""][0], dtype)
+    if copied:
+        tensors = {k: {n: v.detach().to("cpu", copy=True) for n, v in part.items()} for k, part in tensors.items()}
+        full = {k: v.detach().clone() for k, v in full.items()}
+    return Share(tensors, full, torch.get_rng_state(), dtype)
+
+
+def save_share(folder: Path, part: Share, source: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write it into an existing folder; a collective of `group`. `source`: the model folder whose tokenizer and configuration go along.
+    Raises: VimeError on every rank where any rank cannot write."""
     rank, error = dist.get_rank(), None
-    full = full_tensors(model, dtype)
     try:
         (folder / "trainer").mkdir(exist_ok=True)
         if rank == 0:
-            export(folder / "hf", full, source, dtype)
-        torch.save({"torch": torch.get_rng_state()}, folder / "trainer" / f"rng_{rank}.pt")
+            export(folder / "hf", part.full, source, part.dtype)
+        torch.save({"torch": part.rng}, folder / "trainer" / f"rng_{rank}.pt")
     except (OSError, RuntimeError, SafetensorError) as e:
         error = VimeError(f"checkpoint {folder.name} could not be written: {e}", FULL)
-    agree(error)
+    agree(error, group)
     try:
-        dcp.save(tree(model, optimizer), checkpoint_id=folder / "trainer")
+        dcp.save(part.tree, checkpoint_id=folder / "trainer", process_group=group)
     except (CheckpointException, Exception) as e:  # the former is no Exception; it carries every rank's error to all of them
         raise VimeError(f"checkpoint {folder.name} could not be written: {last_line(e)}", FULL) from e
+
+
+def misfit(shapes: dict[str, tuple[int, ...]], held: dcp.Metadata) -> str:
+    """The first difference between the tensors of a model and its optimizer and those of a checkpoint; empty where there is none."""
+    found = {k: tuple(getattr(v, "size", ())) for k, v in held.state_dict_metadata.items()}
+    for names, what in ((shapes.keys() - found.keys(), "it lacks"), (found.keys() - shapes.keys(), "the model has no")):
+        if names:
+            return f"{what} {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return next((f"{k} is {found[k]} in it, {shape} in the model" for k, shape in shapes.items() if found[k] != shape), "")
+
+
+def cut_short(folder: Path, held: dcp.Metadata) -> str:
+    """The first of a checkpoint's files that is missing, or shorter than what lies in it; empty where there is none."""
+    ends: dict[str, int] = {}
+    for at in (held.storage_data or {}).values():
+        ends[at.relative_path] = max(ends.get(at.relative_path, 0), at.offset + at.length)
+    for name, end in sorted(ends.items()):
+        if not (folder / name).exists():
+            return f"its shard {name} is missing"
+        if (size := (folder / name).stat().st_size) < end:
+            return f"its shard {name} is cut short: {size} bytes of {end}"
+    return ""
 
 
 def last_line(e: BaseException) -> str:
@@ -68,12 +112,20 @@ def export(folder: Path, tensors: dict[str, torch.Tensor], source: Path, dtype: 
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_rank(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Weights, optimizer and, where this rank existed when it was saved, its random state; a collective."""
+def load_rank(folder: Path, parts: Parts) -> None:
+    """Weights, optimizer and, where this rank existed when it was saved, its random state; a collective. Raises: VimeError that names the
+    first tensor, or file, that is not as this model needs it."""
+    wanted = tree(parts)
     try:
-        dcp.load(tree(model, optimizer), checkpoint_id=folder / "trainer")
+        held = dcp.FileSystemReader(folder / "trainer").read_metadata()
+        ranks: list[Any] = [None] * dist.get_world_size()  # where they have different layers, the checkpoint has those of all
+        dist.all_gather_object(ranks, {f"{part}.{name}": tuple(v.shape) for part, tensors in wanted.items() for name, v in tensors.items()})
+        if fault := misfit({k: shape for rank in ranks for k, shape in rank.items()}, held) or cut_short(folder / "trainer", held):
+            raise ValueError(fault)
+        dcp.load(wanted, checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:
-        raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", "is it of this model?") from e
+        fix = "is it whole, of this model, and of a run with the same algo.advantage_estimator? an earlier one may be"
+        raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", fix) from e
     rng = folder / "trainer" / f"rng_{dist.get_rank()}.pt"
     if rng.exists():
         torch.set_rng_state(torch.load(rng)["torch"])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from vime.config import Config
 from vime.errors import VimeError
-from vime.trainer.parallel import agree, full_tensors
+from vime.trainer.parallel import agree, full_tensors, whole_layers
 from vime.weights import Published, delta, location, server_dtype
 
 FULL_EVERY = 20
 CANARY_LENGTH = 24
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class Publisher:
@@ -33,22 +38,28 @@ class Publisher:
     def publish(self, model: PreTrainedModel, version: int) -> Published | None:
         """Write weights `version` under Hugging Face names (tied copies left out). A collective. A file appears whole or not at all;
         without room for it every rank raises VimeError. Returns: the files, on rank 0."""
-        tensors = full_tensors(model, getattr(torch, server_dtype(self.cfg)))
+        dtype = getattr(torch, server_dtype(self.cfg))
+        if self.cfg.weights.delta or self.cfg.parallel.pp > 1:  # rank 0 keeps all of them anyway, or gets them from other stages
+            tensors, parts = full_tensors(model, dtype), None
+        else:
+            tensors, parts = {n: t for p in whole_layers(model, dtype, meta=True) for n, t in p.items()}, whole_layers(model, dtype)
         out, error = None, None
         if self.rank == 0:
             try:
-                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version)
+                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version, parts)
             except VimeError as e:
                 error = e
+        for _ in parts or ():  # the other ranks, and rank 0 after an error: gathering is collective
+            pass
         agree(error)
         return out
 
-    def write(self, tensors: delta.State, version: int) -> Published:
-        """As publish, for weights that are whole and on the CPU."""
+    def write(self, tensors: delta.State, version: int, parts: Iterable[delta.State] | None = None) -> Published:
+        """As publish, for weights that are whole and on the CPU; with `parts`, where `tensors` are without data, those that come one by one."""
         before, full = self.chain, delta.size(tensors)
         metrics = {"weights/full_bytes": float(full)}
         if not self.cfg.weights.delta:
-            self.chain = [self.save(version, tensors, {})]
+            self.chain = [self.save(version, tensors, {}, parts=parts)]
         else:
             change, base = None, self.checksum
             if delta.same_form(self.last, tensors):
@@ -85,18 +96,42 @@ class Publisher:
             self.chain = [self.save(version, self.last, {"checksum": self.checksum, "version": str(version)})]
         return str(path)
 
-    def save(self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "") -> Path:
+    def save(
+        self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "", parts: Iterable[delta.State] | None = None
+    ) -> Path:
         path = self.folder / f"v{version}{kind}.safetensors"
         partial = path.with_suffix(".tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, partial, metadata={"format": "pt"} | head)
+            write_file(partial, tensors, {"format": "pt"} | head, parts or [dict(tensors)])
             os.replace(partial, path)
-        except (OSError, SafetensorError) as e:
+        except OSError as e:
             partial.unlink(missing_ok=True)
             fix = 'free some, or set weights.transport = "file"' if self.cfg.weights.transport == "shm" else "free some space"
             raise VimeError(f"weights v{version} could not be written to {self.folder}: {e}", fix) from e
         return path
+
+
+def write_file(path: Path, forms: delta.State, metadata: dict[str, str], parts: Iterable[delta.State]) -> None:
+    """A safetensors file of tensors that come in `parts`, in any order, each as `forms` announces it (tensors whose data don't matter)."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    at: dict[str, int] = {}
+    end = 0
+    for name, t in sorted(forms.items(), key=lambda x: (-x[1].element_size(), x[0])):  # wide elements first, so that all lie aligned
+        at[name], end = end, end + t.numel() * t.element_size()
+        entries[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [at[name], end]}
+    head = json.dumps(entries, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as f:
+        f.write(len(head).to_bytes(8, "little") + head)
+        for part in parts:
+            while part:
+                name, t = part.popitem()
+                f.seek(8 + len(head) + at.pop(name))
+                f.write(memoryview(t.contiguous().view(-1).view(torch.uint8).numpy()))
+                del t  # while the next part is gathered
+    if at:
+        raise VimeError(f"weights for {path.name}: {min(at)} and {len(at) - 1} more did not come")
 
 
 def on_disk(files: list[Path]) -> int:

@@ -1,0 +1,38 @@
+"""In place of the pool where samples come from a file, answers and all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vime.config import Config
+from vime.data.prompts import Prompts
+from vime.rollout.pool import Flight
+from vime.sample import meta_of
+
+if TYPE_CHECKING:
+    from vime.cluster import Cluster
+
+
+class Offline:
+    """`rollout.batch_size` groups a step, as Pool gives them."""
+
+    def __init__(self, cfg: Config, cluster: Cluster, examples: Prompts, step: int):
+        self.batch, self.cluster, self.examples, self.version = cfg.rollout.batch_size, cluster, examples, step - 1
+
+    def take(self) -> list[Flight]:
+        out = []
+        for group in self.examples.next(self.batch):
+            for s in group:
+                s.token_versions = [v if v < 0 else self.version for v in s.token_versions]
+            out.append(Flight(group[0].group_index, None, self.version, [meta_of(s) for s in group], self.cluster.put(group)))
+        return out
+
+    def metrics(self) -> dict[str, float]:
+        return {"data/epoch": self.examples.given / len(self.examples)}
+
+    def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
+        return {"prompts": self.examples.state(), "groups": [], "counts": {}}, []
+
+    def restore(self, state: dict[str, Any], folder: Path) -> None:
+        self.examples.load_state(state["prompts"])
