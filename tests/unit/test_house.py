@@ -18,7 +18,7 @@ from vime import config
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCKS = {"cpu": ["cpu", "demo", "dev", "trackers"], "cuda": ["cuda", "demo", "dev", "trackers"]}  # lock -> extras that it holds
+LOCKS = {"cpu": ["cpu", "dataplane", "demo", "dev", "lora", "trackers"], "cuda": ["cuda", "dataplane", "demo", "dev", "lora", "trackers"]}  # lock -> extras that it holds
 MAX_FILE, MAX_PRODUCT = 500, 12_000  # lines
 
 
