@@ -185,5 +185,5 @@ def test_distillation_takes_the_kl_to_the_teacher(tmp_path):
     with one_rank(cfg) as t:
         t.optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in t.model.named_parameters()})
         m = train_once(t, cfg, 1, batch)
-    assert m["train/loss"] == pytest.approx(want, abs=1e-5) and m["train/reward_kl"] > 0.1
+    assert m["train/loss"] == pytest.approx(want, abs=1e-5) and m["train/reward_kl"] > 0.01
     close(found, grads)
