@@ -17,7 +17,7 @@ from vime.cli import main
 from vime.config import Config
 from vime.errors import VimeError
 from vime.folder import opened, summary
-from vime.groups import read_groups, write_groups
+from vime.data.records import read_groups, write_groups
 from vime.observe.metrics import read
 from vime.sample import Sample, Status
 from vime.trainer.checkpoint import read_state
