@@ -18,7 +18,6 @@ from rich.console import Console
 from vime import hooks, model, rewards
 from vime.config import Config, DataConfig
 from vime.data.examples import Examples
-from vime.data.ledger import Ledger
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
 from vime.errors import VimeError
@@ -241,11 +240,6 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
     folder, ckpt, state, start = cfg.folder, *begin
     width = int(model.shape(cfg.model).get("hidden_size") or 0)
     log = MetricLogger(cfg, folder, cfg.train.steps, start)
-    if not ckpt:
-        (folder / "ledger.jsonl").unlink(missing_ok=True)
-    ledger = None if cfg.offline else Ledger(cfg.data_plane.budget_bytes, folder / "ledger.jsonl", state["ledger"] if ckpt else None)
-    if ledger:
-        ledger.lost(ledger.live)  # what an earlier process had is gone with it, or in the checkpoint
     saved = start
 
     def save(step: int) -> None:
@@ -275,7 +269,8 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
             with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
                 cluster.start(ckpt)
                 args = hooks.plugin_args(cfg, cluster.router.url if cluster.router else None)
-                online = None if cfg.offline else Pool(cfg, cluster, UserPrompts(cfg, args) if cfg.data.source else prompts, start + 1, args, ledger)
+                source = UserPrompts(cfg, args) if cfg.data.source else prompts
+                online = None if cfg.offline else Pool(cfg, cluster, source, start + 1, args, cluster.plane.ledger(state if ckpt else None))
                 pool = online or Offline(cfg, cluster, prompts, start + 1)
                 if ckpt:
                     pool.restore(state, ckpt)
