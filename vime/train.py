@@ -299,7 +299,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                     if stats and (not online or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)):
                         raise VimeError(f"step {step}: the data plane has lost the samples of groups {stats}, which a plug-in made", "rerun with --resume")
                     batch = online.redone(batch, stats) if online and stats else batch
-                    data = {f.group_index: f.data for f in batch}
+                    data = {f.group_index: f.data for f in batch if f.data}
                     metas = [m for f in batch for m in f.metas]
                     if cfg.reward.post_process:
                         metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)

@@ -26,7 +26,7 @@ class Offline:
         for group in self.examples.next(self.batch):
             for s in group:
                 s.token_versions = [v if v < 0 else self.version for v in s.token_versions]
-            out.append(Flight(group[0].group_index, None, self.version, [meta_of(s) for s in group], self.cluster.put(group)))
+            out.append(Flight(group[0].group_index, group[0].group_index, self.version, [meta_of(s) for s in group], self.cluster.put(group)))
         return out
 
     def trained(self, step: int, batch: list[Flight]) -> list[Ref]:
