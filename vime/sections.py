@@ -135,6 +135,10 @@ class DataPlaneConfig(Section):
     mooncake: MooncakeConfig = MooncakeConfig()
     transferqueue: TransferQueueConfig = TransferQueueConfig()
 
+    @property
+    def on_mooncake(self) -> bool:
+        return self.backend == "mooncake" or (self.backend == "transferqueue" and self.transferqueue.storage == "mooncake")
+
 
 class RayConfig(Section):
     address: str | None = Field(None, description="a running Ray cluster; unset: a local one for this run")

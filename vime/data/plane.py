@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import threading
+import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from vime.errors import VimeError, said
+from vime.procs import Child, free_port, spawn
 from vime.sections import DataPlaneConfig
 
 Fields = dict[str, np.ndarray]
@@ -35,6 +39,7 @@ NAMES = {
 DTYPES = {name: np.dtype(code) for code, name in NAMES.items()}
 ALIGN = 64  # of headers, and of objects in an arena
 SHM = "/dev/shm"
+START, READY = 30.0, b"serving"  # seconds in which a process must have written so into its log
 
 
 @dataclass(frozen=True)
@@ -70,24 +75,6 @@ def lost(why: Mapping[str, str]) -> Lost:
     error = Lost(f"group {key}: {found}{more}")
     error.keys = tuple(why)
     return error
-
-
-class Store(Protocol):
-    """Safe to call from several threads. `counts` says how often something was done again or in a lesser way."""
-
-    counts: Counter[str]
-
-    def put(self, items: Mapping[str, Fields]) -> list[Ref]:
-        """Store groups, all or none. Raises: StoreFull, DuplicateKey; VimeError where the store cannot be reached."""
-
-    def get(self, refs: Sequence[Ref], fields: Collection[str] | None = None, ranges: Ranges | None = None) -> list[Fields]:
-        """The groups' arrays, read-only. `fields`: only these; `ranges`: of these only some rows. Whole groups are checked by crc.
-        Raises: Lost; VimeError for a field or rows that a group has not."""
-
-    def free(self, refs: Iterable[Ref | str]) -> None:
-        """Drop groups, by key where there is no Ref; what is not there is no error. ray: bytes live as long as a Ref somewhere does."""
-
-    def close(self) -> None: ...
 
 
 # ---------------------------------------------------------------- layout
@@ -182,12 +169,12 @@ class Arenas:
     def drop(self, arena: np.ndarray) -> None: ...
 
 
-# ---------------------------------------------------------------- backends
+# ---------------------------------------------------------------- stores
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a process needs to open a run's store: made by the controller (vime/data/services.py), sent to all."""
+    """What a process needs to open a run's store: Plane.spec, sent to all."""
 
     settings: DataPlaneConfig
     run: str  # unlike that of any other run on these hosts
@@ -195,27 +182,16 @@ class Spec:
     master: str = ""  # mooncake: host:port
 
 
-class Base:
-    """put and get over two methods that move whole objects: `write` and `read`."""
+class Store:
+    """Groups' bytes in one place or another; safe to call from several threads. `counts`: what was done again, or in a lesser way."""
 
     def __init__(self, spec: Spec, owner: str):
-        self.spec, self.owner = spec, owner
-        self.timeout = spec.settings.timeout
+        self.spec, self.owner, self.timeout = spec, owner, spec.settings.timeout
         self.arenas, self.lock = Arenas(), threading.Lock()
         self.counts: Counter[str] = Counter()
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[Any]:
-        """Store objects, all or none; returns Ref.at of each. Raises: see Store.put."""
-        raise NotImplementedError
-
-    def read(self, refs: Sequence[Ref], whole: bool) -> list[np.ndarray | str]:
-        """Each object, or what was found in its place."""
-        raise NotImplementedError
-
-    def owner_of(self, at: Any) -> str:
-        return ""
-
     def put(self, items: Mapping[str, Fields]) -> list[Ref]:
+        """Store groups, all or none. Raises: StoreFull, DuplicateKey; VimeError where the store does not answer."""
         heads = [layout(fields) for fields in items.values()]
         with self.lock:
             arena, objects, at = self.arenas.take(sum(aligned(n) for _, n in heads)), [], 0
@@ -225,99 +201,241 @@ class Base:
                 at += aligned(n)
             crcs = [zlib.crc32(o) for o in objects]
             places = self.write([*items], objects) if items else []
-        return [
-            Ref(key, n, crc, self.owner_of(place), len(head), place)
-            for key, (head, n), crc, place in zip(items, heads, crcs, places, strict=True)
-        ]  # fmt: skip
+        rows = zip(items, heads, crcs, places, strict=True)
+        return [Ref(key, n, crc, owner, len(head), place) for key, (head, n), crc, (owner, place) in rows]
 
     def get(self, refs: Sequence[Ref], fields: Collection[str] | None = None, ranges: Ranges | None = None) -> list[Fields]:
+        """The groups' arrays, not to be written to. `fields`: only these; `ranges`: of these only some rows. Whole groups are checked by crc.
+        Raises: Lost; VimeError for a field or rows that a group has not."""
         whole = fields is None and not ranges
         with self.lock:
-            objects = self.read(refs, whole)
-        out, why = [], {}
-        for ref, found in zip(refs, objects, strict=True):
-            try:
-                if isinstance(found, str):
-                    why[ref.key] = found
-                elif len(found) != ref.nbytes:
-                    why[ref.key] = f"{len(found)} bytes were found, {ref.nbytes} were stored"
-                elif whole and (crc := zlib.crc32(found)) != ref.crc:
-                    why[ref.key] = f"corrupt: the checksum is {crc:08x}, stored was {ref.crc:08x}"
-                else:
-                    out.append(unpack(ref.key, found, fields, ranges))
-            except ValueError as e:
-                why[ref.key] = f"corrupt: {e}"
+            found = self.read(refs, True) if whole else self.parts(refs, fields, ranges)
+        why = {ref.key: one for ref, one in zip(refs, found, strict=True) if isinstance(one, str)}
+        for ref, one in zip(refs, found) if whole else ():
+            if not isinstance(one, str) and (crc := zlib.crc32(one)) != ref.crc:
+                why[ref.key] = f"corrupt: the checksum is {crc:08x}, and was {ref.crc:08x} when it was stored"
         if why:
             raise lost(why)
-        return out
+        return [unpack(ref.key, one) if whole else one for ref, one in zip(refs, found)]
 
     def free(self, refs: Iterable[Ref | str]) -> None:
+        """Drop groups, by key where there is no Ref; what is not there is no error."""
         raise NotImplementedError
 
     def close(self) -> None: ...
 
+    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+        """Of a backend: store objects, all or none; returns each one's Ref.owner and Ref.at. Raises: see put."""
+        raise NotImplementedError
 
-class Shm(Base):
-    """Files in /dev/shm/<run>, on one host. A file is written under no name and then given one: what exists is whole."""
+    def read(self, refs: Sequence[Ref], whole: bool) -> list[Any]:
+        """Of a backend: each object, uint8 of its length, or what was found in its place. Not `whole`: little of it will be looked at."""
+        raise NotImplementedError
+
+    def parts(self, refs: Sequence[Ref], fields: Collection[str] | None, ranges: Ranges | None) -> list[Any]:
+        """Of each object what is wanted, or what was found in its place."""
+        found = self.read(refs, False)
+        return [one if isinstance(one, str) else attempt(unpack, ref.key, one, fields, ranges) for ref, one in zip(refs, found)]
+
+
+def attempt(call: Callable[..., Any], *args: Any) -> Any:
+    """What it returns, or what is wrong with the header that it reads."""
+    try:
+        return call(*args)
+    except ValueError as e:
+        return f"corrupt: {e}"
+
+
+def within(seconds: float, call: Callable[..., Any], *args: Any) -> Any:
+    """The call's result, from a thread of its own: a library that does not answer holds only that. Raises: TimeoutError."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(call, *args).result(seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {seconds:g} s (data_plane.timeout)") from None
+    finally:
+        pool.shutdown(wait=False)
+
+
+def sized(ref: Ref, found: np.ndarray) -> Any:
+    return found if len(found) == ref.nbytes else f"{len(found)} bytes were found, {ref.nbytes} were stored"
+
+
+def key_of(ref: Ref | str) -> str:
+    return ref if isinstance(ref, str) else ref.key
+
+
+class Shm(Store):
+    """Files in /dev/shm, on one host. A file is written under no name and then given one: what exists is whole."""
 
     def __init__(self, spec: Spec, owner: str):
         super().__init__(spec, owner)
-        self.root = shm_folder(spec.run)
+        self.root = folder_of(spec)
         self.root.mkdir(exist_ok=True)
 
-    def path(self, key: str) -> Path:
-        return self.root / quote(key, safe="")
+    def path(self, ref: Ref | str) -> Path:
+        return self.root / quote(key_of(ref), safe="")
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[Any]:
-        need, used = sum(map(len, objects)), 0
+    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+        need, used, done = sum(map(len, objects)), 0, []
         for entry in os.scandir(self.root):
             with suppress(FileNotFoundError):  # freed meanwhile
                 used += entry.stat().st_size
         if used + need > self.spec.budget:
-            raise StoreFull(f"{self.root}: {need} bytes do not fit: {used} of {self.spec.budget} are taken", "raise data_plane.budget_bytes")
-        done: list[str] = []
+            raise StoreFull(f"{self.root}: {need} bytes do not fit, {used} of {self.spec.budget} are taken", "raise data_plane.budget_bytes")
         try:
             for key, o in zip(keys, objects):
-                fd = os.open(self.root, os.O_TMPFILE | os.O_RDWR, 0o600)
-                try:
-                    rest = memoryview(o)
-                    while rest:
-                        rest = rest[os.write(fd, rest) :]
-                    os.link(f"/proc/self/fd/{fd}", self.path(key), src_dir_fd=fd)
-                finally:
-                    os.close(fd)
+                with open(self.root, "wb", opener=lambda folder, _: os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)) as f:
+                    f.write(o)
+                    f.flush()
+                    os.link(f"/proc/self/fd/{f.fileno()}", self.path(key), src_dir_fd=f.fileno())
                 done.append(key)
         except OSError as e:
             self.free(done)
             if isinstance(e, FileExistsError):
-                raise DuplicateKey(f"group {key} is stored already in {self.root}") from None
-            raise StoreFull(f"{self.root}: {e.strerror}", f"{SHM} holds what waits to be trained; see df {SHM}") from e
-        return [None] * len(keys)
+                raise DuplicateKey(f"group {key} is stored already, in {self.root}") from None
+            raise StoreFull(f"{self.root}: {e.strerror}", f"samples that wait to be trained lie in {SHM}; see df {SHM}") from e
+        return [("", None)] * len(keys)
 
-    def read(self, refs: Sequence[Ref], whole: bool) -> list[np.ndarray | str]:
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if whole else 0)
-        out: list[np.ndarray | str] = []
+    def read(self, refs: Sequence[Ref], whole: bool) -> list[Any]:
+        out: list[Any] = []
         for ref in refs:
             try:
-                with self.path(ref.key).open("rb") as f:
+                with self.path(ref).open("rb") as f:
                     size = os.fstat(f.fileno()).st_size
-                    out.append(np.frombuffer(mmap.mmap(f.fileno(), size, flags, mmap.PROT_READ), np.uint8) if size else "an empty file")
+                    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE * whole
+                    out.append(sized(ref, np.frombuffer(mmap.mmap(f.fileno(), size, flags, mmap.PROT_READ) if size else b"", np.uint8)))
             except OSError as e:
-                out.append(f"{self.path(ref.key)}: {e.strerror}")
+                out.append(f"{self.path(ref)}: {e.strerror}")
         return out
 
     def free(self, refs: Iterable[Ref | str]) -> None:
         for r in refs:
-            self.path(r if isinstance(r, str) else r.key).unlink(missing_ok=True)
+            self.path(r).unlink(missing_ok=True)
 
 
-def shm_folder(run: str) -> Path:
-    return Path(SHM) / f"vime-plane-{quote(run, safe='')}"
+def folder_of(spec: Spec) -> Path:
+    return Path(SHM) / f"vime-{quote(spec.run, safe='')}"
+
+
+class RayRefs(Store):
+    """Objects in Ray's store, each a uint8 array. They go when the last Ref goes, and with the worker that put them; Ray moves to disk what
+    its memory cannot hold. Keys are names only: every put makes another object."""
+
+    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+        try:
+            return [(self.owner, ray().put(o)) for o in objects]
+        except ray().exceptions.RayError as e:
+            raise StoreFull(f"Ray's object store: {said(e)}", "it is as large as Ray was told by object_store_memory") from e
+
+    def read(self, refs: Sequence[Ref], whole: bool) -> list[Any]:
+        out: list[Any] = []
+        if refs:  # all at once, then one by one to see which are lost
+            ray().wait([r.at for r in refs], num_returns=len(refs), timeout=self.timeout)
+        for ref in refs:
+            try:
+                out.append(sized(ref, ray().get(ref.at, timeout=1)))
+            except ray().exceptions.RayError as e:
+                out.append(said(e))
+        return out
+
+    def free(self, refs: Iterable[Ref | str]) -> None:
+        ray()._private.internal_api.free([r.at for r in refs if not isinstance(r, str)])
+
+
+class Hub:
+    """One process through which every byte goes, as in frameworks whose controller collects samples and hands them out."""
+
+    def put(self, objects: list[np.ndarray]) -> list[Any]:
+        return [ray().put(o.copy()) for o in objects]
+
+
+class Controller(RayRefs):
+    """The naive baseline, to compare with."""
+
+    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+        try:
+            hub = ray().get_actor(f"hub-{self.spec.run}")
+            return [("", at) for at in ray().get(hub.put.remote(objects), timeout=self.timeout)]
+        except (ValueError, ray().exceptions.RayError) as e:
+            raise VimeError(f"the process that all samples go through: {said(e)}", "it is Plane's, and ends with it") from e
+
+
+def ray() -> Any:
+    """Ray, where a backend needs it: its import takes seconds."""
+    import ray
+
+    return ray
 
 
 def open_store(spec: Spec, owner: str = "") -> Store:
     """The run's store in this process. `owner`: the name of a worker, which puts; "": a process that only reads and frees.
 
-    Raises: VimeError where the store cannot be reached.
+    Raises: VimeError where the store does not answer.
     """
-    return Shm(spec, owner)
+    if spec.settings.backend == "mooncake":
+        from vime.data.mooncake import Mooncake
+
+        return Mooncake(spec, owner)
+    if spec.settings.backend == "transferqueue":
+        from vime.data.transferqueue import Queue
+
+        return Queue(spec, owner)
+    return {"shm": Shm, "ray": RayRefs, "controller": Controller}[spec.settings.backend](spec, owner)
+
+
+class Plane:
+    """What stands behind a run's store, held by the controller: `spec` opens it anywhere, `check` starts again what died, `close` ends all.
+
+    `workers`: how many processes open it as owners. `folder`: logs. `host`: an address of this host that all others reach. With the backends
+    ray, controller and transferqueue Ray must have been started. Raises: VimeError.
+    """
+
+    def __init__(self, settings: DataPlaneConfig, run: str, workers: int, folder: Path, host: str = "127.0.0.1"):
+        self.folder, self.running, m = folder, dict[str, tuple[list[str], Child]](), settings.mooncake
+        room = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+        if settings.on_mooncake:
+            room = m.segment_bytes * (m.processes if m.storage == "processes" else workers) // m.replicas
+        self.spec = Spec(settings, run, settings.budget_bytes or int(0.7 * room), m.master or f"{host}:{free_port()}")
+        try:
+            if settings.on_mooncake:
+                from vime.data import mooncake
+
+                for name, cmd in mooncake.commands(self.spec):
+                    self.start(name, cmd)
+            if settings.backend == "transferqueue":
+                from vime.data import transferqueue
+
+                transferqueue.start(self.spec, host)
+            if settings.backend == "controller":
+                self.hub = ray().remote(Hub).options(name=f"hub-{run}", num_cpus=0).remote()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, name: str, cmd: list[str]) -> None:
+        """Returns when it serves, which it says in its log. Raises: VimeError with its log's end."""
+        log = self.folder / f"{name}.log"
+        begin, deadline = log.stat().st_size if log.exists() else 0, time.monotonic() + START
+        self.running[name] = cmd, (child := spawn(cmd, log, {}))
+        while READY not in log.read_bytes()[begin:]:
+            if not child.alive() or time.monotonic() > deadline:
+                raise VimeError(f"{name} has not started within {START:g} s", f"see {log}", log.read_text(errors="replace")[-2000:])
+            time.sleep(0.02)
+
+    def check(self) -> list[str]:
+        """Start again what has died, and say what it was. What lay there is lost, which its readers find out."""
+        dead = [name for name, (_, child) in self.running.items() if not child.alive()]
+        for name in dead:
+            self.running[name][1].stop()
+            self.start(name, self.running[name][0])
+        return dead
+
+    def close(self) -> None:
+        if self.spec.settings.backend == "transferqueue":
+            from vime.data import transferqueue
+
+            transferqueue.stop()
+        for _, child in reversed(self.running.values()):
+            child.stop()
+        shutil.rmtree(folder_of(self.spec), ignore_errors=True)
