@@ -13,6 +13,8 @@ import shutil
 import sys
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,22 +31,25 @@ import ray.exceptions as rex
 
 from vime import hooks
 from vime.config import Config
+from vime.data.ledger import Ledger
 from vime.data.payload import fields_of, samples_of
-from vime.data.plane import Ref, Spec, open_store
+from vime.data.plane import Plane, Ref, Spec, open_store
 from vime.data.prompts import Prompts
 from vime.data.records import dump_samples, write_groups
 from vime.errors import VimeError, said
 from vime.groups import DEAD, Rollouts
-from vime.procs import Follower, free_port, stack, watched
+from vime.procs import Follower, free_port, stack
 from vime.rollout.actor import Actor
 from vime.rollout.control import Control
 from vime.rollout.engine import Engine, drafts_itself
 from vime.rollout.gauges import Gauges, summary
 from vime.rollout.health import Fleet
+from vime.rollout.plugged import WHOLE_BATCH
 from vime.rollout.router import Router
 from vime.rollout.worker import GroupReport
 from vime.sample import Sample, SampleMeta
 from vime.trainer.batch import RankPlan
+from vime.trainer.rank import Rank
 from vime.weights import location, server_dtype
 
 WORKER_BACK = 120.0  # seconds until Ray must have restarted a worker
@@ -56,35 +61,6 @@ def cause(e: BaseException) -> BaseException:
     while isinstance(e, rex.RayTaskError) and isinstance(e.cause, BaseException) and e.cause is not e:
         e = e.cause
     return e
-
-
-class Rank:
-    """The process of a trainer rank. The trainer is imported here, and not in the driver, which saves half of a run's start."""
-
-    def __init__(self, stacks: Path, spec: Spec, cfg: Config, *args: Any):
-        from vime.trainer.engine import Trainer
-
-        self.trainer, self.stacks, self.spec, self.timeout = Trainer(cfg, *args), stacks, spec, cfg.train.step_timeout
-        self.samples: list[Sample] = []
-
-    def call(self, method: str, *args: Any) -> Any:
-        with watched(self.stacks, self.timeout):
-            return getattr(self if hasattr(self, method) else self.trainer, method)(*args)
-
-    def setup(self, checkpoint: str | None) -> None:
-        from vime.trainer.feed import Feed
-
-        self.trainer.setup(checkpoint)
-        self.feed = Feed(self.spec, self.trainer)
-
-    def load(self, step: int, refs: list[Ref]) -> list[str]:
-        """Take this rank's part of a batch from the data plane. Returns the keys that are lost, the same on every rank: then none is loaded."""
-        self.samples, lost = self.feed.pull(step, refs)
-        return lost
-
-    def train(self, step: int, plan: RankPlan) -> dict[str, float]:
-        samples, self.samples = self.samples, []
-        return self.trainer.train(step, plan, samples)
 
 
 class Cluster:
@@ -104,10 +80,10 @@ class Cluster:
         self.fleet: Fleet | None = None
         self.control: Control | None = None
         self.gauges: Gauges | None = None
-        self.counts = {"groups_redone": 0}
+        self.counts = Counter({"groups_redone": 0})
         self.turn = itertools.count()
         self.rollouts = Rollouts(self)
-        self.plane = Plane(cfg, folder)
+        self.plane: Any = None  # a Plane, once started
         self.lost_owner: Callable[[str], None] = lambda owner: None  # called when a worker has died
         self.meanwhile: Callable[[], None] = lambda: None  # called about every second while something else is waited for
         self._ray_pids: list[psutil.Process] = []
@@ -138,8 +114,10 @@ class Cluster:
             self._follower = Follower([p.pid for p in self._ray_pids])
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         folder = str(self.folder.resolve())
-        self.plane.start(host)
-        self.store = open_store(self.plane.spec, "driver")
+        name = f"{cfg.name}-{zlib.crc32(folder.encode()):08x}"
+        self.plane = Plane(cfg.data_plane, name, 1 if cfg.offline else cfg.rollout.num_workers, self.folder / "logs", host)
+        puts = cfg.offline or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)
+        self.store = open_store(self.plane.spec, "driver" if puts else "")
         self.engines = {i: self._engine(i, {}) for i in range(len(cfg.servers))}
         started = [e.start.remote() for e in self.engines.values()]
         ready = self.start_trainers(host, checkpoint)
@@ -238,7 +216,8 @@ class Cluster:
                 ray.kill(a)
         if self.router:
             self.router.stop()
-        self.plane.stop()
+        if self.plane:
+            self.plane.close()
         self.fleet = self.router = self.control = self.gauges = None
         self.engines, self.workers, self.trainers = {}, [], []
         with contextlib.redirect_stderr(io.StringIO()):  # where Ray has died it would print its state here, for no reader
@@ -290,11 +269,15 @@ class Cluster:
         return all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._ray_pids)
 
     def check(self) -> None:
-        """Raises VimeError where Ray is gone or an engine cannot be brought back."""
+        """Raises VimeError where Ray is gone, or an engine or a part of the data plane cannot be brought back."""
         if not self.ray_alive():
             raise VimeError("Ray is gone: its gcs_server or raylet has ended", "rerun with --resume")
         if self.fleet:
             self.fleet.check()
+        if self.plane:
+            for part in self.plane.check():
+                self.counts["data_plane_restarts"] += 1
+                print(f"{part} of the data plane had died and was started again", file=sys.stderr, flush=True)
 
     def gather(self, refs: list[Any], who: str, doing: str = "") -> list[Any]:
         """Results of all refs, in order; fails as soon as one of them fails, so that no rank waits for a dead one. `doing`: what trainer
@@ -443,6 +426,16 @@ class Cluster:
     def fetch(self, data: dict[int, Ref]) -> list[Sample]:
         """As `groups`, all samples in one list, by group_index."""
         return [s for group in self.groups([data[g] for g in sorted(data)]) for s in group]
+
+    def ledger(self, cursor: dict[str, Any] | None) -> Ledger:
+        """Of the run's data plane; `cursor`: the checkpoint's, to go on from there. What an earlier process had is gone, or in the checkpoint."""
+        journal = self.folder / "ledger.jsonl"
+        if not cursor:
+            journal.unlink(missing_ok=True)
+        found = Ledger(self.plane.spec.budget, journal, cursor)
+        found.lost(list(found.live))
+        found.free()
+        return found
 
     def put(self, group: list[Sample]) -> Ref:
         """Where samples are that a plug-in, or a file of examples, made."""

@@ -270,7 +270,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 cluster.start(ckpt)
                 args = hooks.plugin_args(cfg, cluster.router.url if cluster.router else None)
                 source = UserPrompts(cfg, args) if cfg.data.source else prompts
-                online = None if cfg.offline else Pool(cfg, cluster, source, start + 1, args, cluster.plane.ledger(state if ckpt else None))
+                online = None if cfg.offline else Pool(cfg, cluster, source, start + 1, args, cluster.ledger(state["ledger"] if ckpt else None))
                 pool = online or Offline(cfg, cluster, prompts, start + 1)
                 if ckpt:
                     pool.restore(state, ckpt)

@@ -37,7 +37,7 @@ class Offline:
         return {"data/epoch": self.examples.given / len(self.examples)}
 
     def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
-        return {"prompts": self.examples.state(), "groups": [], "counts": {}}, []
+        return {"prompts": self.examples.state(), "groups": [], "fresh": [], "counts": {}, "ledger": {"step": 0, "settled": [], "counts": {}}}, []
 
     def restore(self, state: dict[str, Any], folder: Path) -> None:
         self.examples.load_state(state["prompts"])
