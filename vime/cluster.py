@@ -88,6 +88,7 @@ class Cluster:
         self.meanwhile: Callable[[], None] = lambda: None  # called about every second while something else is waited for
         self._ray_pids: list[psutil.Process] = []
         self._follower: Follower | None = None
+        self._given_out: Any = None  # reference to `sources`
         self._dumps: list[tuple[Any, list[Ref]]] = []  # tasks that write samples, and what may be freed after each
         self._puts = itertools.count()
         self._closing = threading.Event()
@@ -128,13 +129,15 @@ class Cluster:
         self.router = Router(cfg, urls, folder)
         url = self.router.start()
         worker = ray.remote(Actor).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
-        sources = ray.put(self.sources)
-        self.workers = [worker.remote(cfg, url, i, self.plane.spec, sources) for i in range(cfg.rollout.num_workers)]
+        self.workers = [worker.remote(cfg, url, i, self.plane.spec) for i in range(cfg.rollout.num_workers)]
+        self._given_out = ray.put(self.sources)
+        prepared = [w.prepare.remote(self._given_out) for w in self.workers]
         external = range(len(started), len(urls))
         self.fleet = Fleet(urls, self.restart_engine, self.router, cfg.weights.in_flight, external)
         for i in self.engines:
             self._note_draft(i)
         self.fleet.probe()
+        self.gather(prepared, "rollout worker")
         self.gather(ready, "trainer rank")
         self.write_pids()
         self.fleet.changed = self.changed
@@ -188,6 +191,7 @@ class Cluster:
         pids = {k: a.__ray_call__.remote(lambda _: os.getpid()) for k, a in actors.items()}
         pids |= {f"engine-{i}": a.pid.remote() for i, a in self.engines.items()}
         found = {"driver": os.getpid(), "router": self.router.pid() if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
+        found |= {name: child.pid for name, (_, child) in self.plane.running.items()}
         waiting, end = list(pids.values()), time.monotonic() + 30
         while waiting and time.monotonic() < end and not self._closing.is_set():
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
@@ -337,7 +341,7 @@ class Cluster:
         while True:
             self.check()
             try:
-                return ray.get(self.workers[i].__ray_call__.remote(lambda _: None), timeout=5)
+                return ray.get(self.workers[i].prepare.remote(self._given_out), timeout=5)
             except (*DEAD, rex.GetTimeoutError) as e:
                 if time.monotonic() > end:
                     raise VimeError(f"rollout worker {i} died and does not come back: {said(e)}", "rerun with --resume") from e

@@ -15,9 +15,9 @@ from tests.unit.test_preflight import folder as model_folder
 from vime import config
 from vime.cli import main
 from vime.config import Config
+from vime.data.records import read_groups, write_groups
 from vime.errors import VimeError
 from vime.folder import opened, summary
-from vime.data.records import read_groups, write_groups
 from vime.observe.metrics import read
 from vime.sample import Sample, Status
 from vime.trainer.checkpoint import read_state

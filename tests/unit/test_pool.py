@@ -35,9 +35,12 @@ class Prompts:
         self.given = state["given"]
 
 
-def kept(key, tokens, attempt=itertools.count()):
+ATTEMPTS = itertools.count()
+
+
+def kept(key, tokens):
     """A group in the data plane, with tokens of these versions, None for those that are masked."""
-    return Ref(f"{key}/{next(attempt)}", 1 + len(tokens), 0, at=list(tokens))
+    return Ref(f"{key}/{next(ATTEMPTS)}", 1 + len(tokens), 0, at=list(tokens))
 
 
 class Workers:

@@ -20,17 +20,23 @@ FULL = 0.5  # seconds until a full store is tried again
 
 
 class Actor(RolloutWorker):
-    """`sources`: the prompts to train on under "", those of each eval dataset under its name."""
-
-    def __init__(self, cfg: Config, router_url: str, index: int, spec: Spec, sources: dict[str, Prompts]):
+    def __init__(self, cfg: Config, router_url: str, index: int, spec: Spec):
         super().__init__(cfg, router_url, index)
-        self.sources, self.attempt = sources, itertools.count()
+        self.sources: dict[str, Prompts] = {}
+        self.prepared = asyncio.Event()
+        self.attempt = itertools.count()
         self.label = f"{index}.{os.getpid()}"  # a worker that Ray has restarted counts anew
         self.store = open_store(spec, f"worker-{index}")
+
+    async def prepare(self, sources: dict[str, Prompts]) -> None:
+        """The prompts to train on under "", those of each eval dataset under its name. Once after each start: groups wait for it."""
+        self.sources = sources
+        self.prepared.set()
 
     async def serve(self, number: int, task: Task, version: int, wave: int = 0, evaluation: str = "") -> GroupReport:
         """`run_group` of a task, group `number` of the run. The report's `ref` says where the samples are, if they are wanted: to be trained,
         continued or shown. A group that the data plane has lost starts again from its prompt."""
+        await self.prepared.wait()
         try:
             group = await asyncio.to_thread(self.drawn, task, evaluation)
         except Lost:
