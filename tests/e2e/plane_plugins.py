@@ -23,6 +23,7 @@ def lose_one(args, samples):
     done = Path(os.environ["LOST_ONCE"])
     if any(s.group_index == 10 for s in samples) and not done.exists():
         (found,) = Path("/dev/shm").glob("vime-loses-*/*g10%2F*")
-        found.rename(done)
+        found.unlink()
+        done.touch()
     rewards = np.array([s.reward for s in samples])
     return rewards.tolist(), (rewards - rewards.mean()).tolist()
