@@ -33,7 +33,7 @@ from vime import hooks
 from vime.config import Config
 from vime.data.ledger import Ledger
 from vime.data.payload import fields_of, samples_of
-from vime.data.plane import Plane, Ref, Spec, open_store
+from vime.data.plane import Lost, Plane, Ref, Spec, open_store
 from vime.data.prompts import Prompts
 from vime.data.records import dump_samples, write_groups
 from vime.errors import VimeError, said
@@ -191,7 +191,7 @@ class Cluster:
         pids = {k: a.__ray_call__.remote(lambda _: os.getpid()) for k, a in actors.items()}
         pids |= {f"engine-{i}": a.pid.remote() for i, a in self.engines.items()}
         found = {"driver": os.getpid(), "router": self.router.pid() if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
-        found |= {name: child.pid for name, (_, child) in self.plane.running.items()}
+        found |= {name: child.pid for name, (*_, child) in self.plane.running.items()}
         waiting, end = list(pids.values()), time.monotonic() + 30
         while waiting and time.monotonic() < end and not self._closing.is_set():
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
@@ -448,6 +448,7 @@ class Cluster:
     def free(self, refs: list[Ref]) -> None:
         """These samples are not needed any more, once the dumps under way are written."""
         done = [(task, old) for task, old in self._dumps if ray.wait([task], timeout=0)[0]]
+        self.counts["groups_not_dumped"] += sum(self.gather([task for task, _ in done], "sample dump"))
         self._dumps = [d for d in self._dumps if d not in done]
         if self._dumps:
             self._dumps[-1][1].extend(refs)
@@ -465,17 +466,25 @@ class Cluster:
         task = ray.remote(_reading).options(num_cpus=0)
         self.gather([task.remote(write_groups, self.plane.spec, str(path.resolve()), groups)], "writing the groups under way,")
 
-    def load_groups(self, path: Path, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref]]:
+    def load_groups(self, path: Path, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref | None]]:
         """Read what save_groups wrote: (metadata of a finished group's samples, where they are) of each; no metadata for unfinished ones."""
         call = [self.workers[0].load_groups.remote(str(path.resolve()), ready)] if ready else []
         return self.gather(call, "reading the groups under way,")[0] if call else []
 
 
-def _reading(write: Callable[..., None], spec: Spec, path: str, groups: list[Any]) -> None:
-    """`write(path, *groups)` of groups in the data plane."""
+def _reading(write: Callable[..., None], spec: Spec, path: str, groups: list[Any]) -> int:
+    """`write(path, *groups)` of groups in the data plane, None for those that are lost. Returns how many these are."""
     store = open_store(spec)
+
+    def read(group: Any) -> list[Sample] | None:
+        try:
+            return samples_of(store.get([group])[0]) if isinstance(group, Ref) else group
+        except Lost:
+            return None
+
     try:
-        found = iter(store.get([g for g in groups if isinstance(g, Ref)]))
-        write(path, *(samples_of(next(found)) if isinstance(g, Ref) else g for g in groups))
+        found = [read(g) for g in groups]
+        write(path, *found)
+        return found.count(None)
     finally:
         store.close()

@@ -80,10 +80,11 @@ class Actor(RolloutWorker):
                     raise
                 await asyncio.sleep(FULL)
 
-    async def load_groups(self, path: str, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref]]:
-        """What save_groups wrote: (metadata of a finished group's samples, reference to them) of each; no metadata of unfinished ones."""
+    async def load_groups(self, path: str, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref | None]]:
+        """What save_groups wrote: (metadata of a finished group's samples, reference to them) of each; no metadata of unfinished ones,
+        no reference to those that had been lost."""
         metas, *groups = await asyncio.to_thread(read_groups, path, ready, self.cfg.reward.key)
-        return [(m, await self.put(g[0].group_index, g)) for m, g in zip(metas, groups, strict=True)]
+        return [(m, await self.put(g[0].group_index, g) if g else None) for m, g in zip(metas, groups, strict=True)]
 
     async def close(self) -> None:
         self.store.close()

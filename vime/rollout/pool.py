@@ -163,7 +163,9 @@ class Pool:
             self.ledger.reopen([flight.group_index])
             flight.group, flight.oldest = data, self.version if oldest is None else oldest
         else:
-            assert flight.origin is not None
+            if flight.origin is None:
+                what = f"group {flight.group_index} must begin anew, and data.source cannot give its prompt again after a resume"
+                raise VimeError(what, "start a new run, or resume from another checkpoint")
             self.ledger.lost([flight.group_index])
             flight.group, flight.oldest = flight.origin, UNBOUND
         flight.metas, flight.data = [], None
@@ -281,10 +283,11 @@ class Pool:
         loaded = self.cluster.load_groups(folder / GROUPS, [g["ready"] for g in state["groups"]])
         for kept, (metas, ref) in zip(state["groups"], loaded, strict=True):
             n = kept["group_index"]
-            flight = Flight(n, ref, kept["oldest"], origin=None if isinstance(self.prompts, UserPrompts) else n)
-            self.ledger.reserve(n, "", 0)
-            self.ledger.publish(n, ref, self.version, whole=kept["ready"])
-            if n in late:
+            flight = Flight(n, n if ref is None else ref, kept["oldest"], origin=None if isinstance(self.prompts, UserPrompts) else n)
+            if ref:
+                self.ledger.reserve(n, "", 0)
+                self.ledger.publish(n, ref, self.version, whole=kept["ready"])
+            if n in late or ref is None:
                 self.put_back(flight, None, None)
             elif kept["ready"]:
                 flight.metas, flight.data = metas, ref
