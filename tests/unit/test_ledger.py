@@ -1,9 +1,12 @@
 """The ledger alone, and in a world (benchmarks/ledger.py) of producers, consumers, a store and crashes that hypothesis drives."""
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,8 +34,9 @@ def clock():
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ledger.jsonl"
+def path():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # a disk takes its time for each sync
+        yield Path(folder) / "ledger.jsonl"
 
 
 def ref(group, attempt=0, nbytes=10, owner=""):
@@ -375,6 +379,44 @@ def test_a_full_disk_changes_nothing(path):
     ledger._file = file
     assert ledger.ack([0], 1, "t") == []
     assert Ledger(100, path).where(0) == "settled"
+
+
+def test_what_an_ack_says_outlives_a_kill(path):
+    code = """
+import sys
+from pathlib import Path
+from tests.unit.test_ledger import Ledger, ready, trained
+ledger = Ledger(1000, Path(sys.argv[1]), compact_at=2000)
+for step in range(1, 1 << 30):
+    ready(ledger, 2 * step, 2 * step + 1)
+    trained(ledger, step, 2 * step, 2 * step + 1)
+    print(step, flush=True)
+    ledger.free()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if int(line) == 300:
+            process.kill()
+            break
+    step = int([line, *process.stdout][-1])
+    process.wait()
+    ledger = Ledger(1000, path)
+    assert ledger.step - step in (0, 1)
+    assert ledger.unsettled(2 * step + 2) == [0, 1]
+    ready(ledger, 0)
+    trained(ledger, step + 2, 0)
+
+
+def test_a_ref_comes_back_without_what_only_its_process_could_use(path):
+    ledger = Ledger(100, path)
+    for n, at in enumerate((object(), "10.0.0.1:7000", None)):
+        assert ledger.reserve(n, "w0", 10)
+        assert ledger.publish(n, Ref(f"k{n}", 10, 1, "w0", 64, at), 0)
+    assert [r.at for r in Ledger(100, path).lease(range(3), "t", 1e9)] == [None, "10.0.0.1:7000", None]
+    assert ledger.reserve(3, "w0", 10)
+    with pytest.raises(TypeError, match="numpy.int64"):
+        ledger.publish(3, ref(3), np.int64(1))
+    assert ledger.publish(3, ref(3), 1)
 
 
 def test_journal_and_cursor_stay_small(path):

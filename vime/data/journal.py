@@ -186,5 +186,11 @@ def as_ref(ref: Ref | dict[str, Any]) -> Ref:
     return ref if isinstance(ref, Ref) else Ref(**ref)
 
 
+def plain(o: object) -> dict[str, Any]:
+    if isinstance(o, Ref):
+        return vars(o) | {"at": o.at if isinstance(o.at, str | int) else None}  # else a handle of this process, worthless to the next
+    raise TypeError
+
+
 def encode(event: dict[str, Any]) -> bytes:
-    return orjson.dumps(event, default=lambda _: None) + b"\n"  # what is no JSON is a handle of this process, worthless to the next
+    return orjson.dumps(event, default=plain, option=orjson.OPT_PASSTHROUGH_DATACLASS) + b"\n"
