@@ -54,7 +54,7 @@ def trained(ledger, step, *groups):
     assert ledger.ack(groups, step, f"step {step}") == []
 
 
-@settings(max_examples=60, stateful_step_count=50)
+@settings(max_examples=150, stateful_step_count=50)
 class Machine(RuleBasedStateMachine):
     """Every group is done once, or dropped once, or wanted still, whatever happens in whatever order."""
 
@@ -393,7 +393,7 @@ for step in range(1, 1 << 30):
     print(step, flush=True)
     ledger.free()
 """
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     for line in process.stdout:
         if int(line) == 300:
             process.kill()
@@ -414,7 +414,7 @@ def test_a_ref_comes_back_without_what_only_its_process_could_use(path):
         assert ledger.publish(n, Ref(f"k{n}", 10, 1, "w0", 64, at), 0)
     assert [r.at for r in Ledger(100, path).lease(range(3), "t", 1e9)] == [None, "10.0.0.1:7000", None]
     assert ledger.reserve(3, "w0", 10)
-    with pytest.raises(TypeError, match="numpy.int64"):
+    with pytest.raises(TypeError, match="numpy"):
         ledger.publish(3, ref(3), np.int64(1))
     assert ledger.publish(3, ref(3), 1)
 
