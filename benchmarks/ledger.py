@@ -263,6 +263,12 @@ class World:
             g.deadline, g.producer, g.reserved = self.now, None, 0
             self.seen["lost"] += 1
 
+    def reopen(self, groups: list[int]) -> None:
+        self.ledger.reopen(groups)
+        for g in (self.kept.live[n] for n in groups if n in self.kept.live):
+            self.seen["reopened"] += g.whole
+            g.whole = False
+
     def nack(self, which: int) -> None:
         if self.leases:
             who, groups = self.leases.pop(which % len(self.leases))
@@ -408,6 +414,7 @@ def roam(world: World, rng: random.Random) -> None:
         (2, lambda: world.nack(r(100))),
         (5, lambda: world.drop(max(0, world.drawn - 1 - r(20)), rng.choice(["filtered", "stale"]))),
         (2, lambda: world.lose(rng.sample(sorted(world.kept.live), min(2, len(world.kept.live))))),
+        (2, lambda: world.reopen(rng.sample(sorted(world.kept.live), min(2, len(world.kept.live))))),
         (10, lambda: world.tick(rng.random())),
         (8, world.free),
         (1.5, world.checkpoint),

@@ -111,6 +111,10 @@ class Machine(RuleBasedStateMachine):
     def lose(self, which):
         self.world.lose(sorted(self.world.kept.live)[which % 5 :][:2])
 
+    @rule(which=N)
+    def reopen(self, which):
+        self.world.reopen(sorted(self.world.kept.live)[which % 5 :][:2])
+
     @rule(seconds=st.sampled_from([0.5, 1.0, 60.0]))
     def tick(self, seconds):
         self.world.tick(seconds)

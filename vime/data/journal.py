@@ -138,6 +138,9 @@ class Book:
             case {"e": "lost", "g": groups}:
                 for n in groups:
                     self.let_go(self.live[n])
+            case {"e": "reopened", "g": groups}:
+                for n in groups:
+                    self.live[n].whole = False
             case {"e": "freed", "g": keys}:
                 for key in keys:
                     del self.unfreed[key]

@@ -61,6 +61,10 @@ class Ledger(Book):
         self.do({"e": "published" if taken else "late", "g": [group], "ref": ref, "version": version, "whole": whole})
         return taken
 
+    def reopen(self, groups: Iterable[int]) -> None:
+        """Ready groups aren't whole after all: a next producer goes on from their bytes."""
+        self.do({"e": "reopened", "g": [n for n in dict.fromkeys(groups) if n in self.live and self.live[n].whole]})
+
     def lost(self, groups: Iterable[int]) -> list[int]:
         """Their bytes can't be read. Returns those to generate again. Who has leased one may have read it before: its ack stands until another
         lease takes the group."""
