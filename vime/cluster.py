@@ -13,6 +13,8 @@ import shutil
 import sys
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,18 +31,25 @@ import ray.exceptions as rex
 
 from vime import hooks
 from vime.config import Config
+from vime.data.ledger import Ledger
+from vime.data.payload import fields_of, samples_of
+from vime.data.plane import Lost, Plane, Ref, Spec, open_store
+from vime.data.prompts import Prompts
+from vime.data.records import dump_samples, write_groups
 from vime.errors import VimeError, said
-from vime.groups import DEAD, Rollouts, read_groups, write_groups
-from vime.observe.metrics import dump_samples
-from vime.procs import Follower, free_port, stack, watched
+from vime.groups import DEAD, Rollouts
+from vime.procs import Follower, free_port, stack
+from vime.rollout.actor import Actor
 from vime.rollout.control import Control
 from vime.rollout.engine import Engine, drafts_itself
 from vime.rollout.gauges import Gauges, summary
 from vime.rollout.health import Fleet
+from vime.rollout.plugged import WHOLE_BATCH
 from vime.rollout.router import Router
-from vime.rollout.worker import GroupReport, RolloutWorker
+from vime.rollout.worker import GroupReport
 from vime.sample import Sample, SampleMeta
 from vime.trainer.batch import RankPlan
+from vime.trainer.rank import Rank
 from vime.weights import location, server_dtype
 
 WORKER_BACK = 120.0  # seconds until Ray must have restarted a worker
@@ -54,27 +63,15 @@ def cause(e: BaseException) -> BaseException:
     return e
 
 
-class Rank:
-    """The process of a trainer rank. The trainer is imported here, and not in the driver, which saves half of a run's start."""
-
-    def __init__(self, stacks: Path, cfg: Config, *args: Any):
-        from vime.trainer.engine import Trainer
-
-        self.trainer, self.stacks, self.timeout = Trainer(cfg, *args), stacks, cfg.train.step_timeout
-
-    def call(self, method: str, *args: Any) -> Any:
-        with watched(self.stacks, self.timeout):
-            return getattr(self.trainer, method)(*args)
-
-
 class Cluster:
     """The processes of one run: `start(checkpoint)`, and `close()` whatever happens, which ends everything that it started.
 
     In sync mode servers and trainer take turns, so each gets all cores of a CPU machine (and waits passively).
     """
 
-    def __init__(self, cfg: Config, folder: Path, take_signals: Callable[[], None] = lambda: None):
+    def __init__(self, cfg: Config, folder: Path, take_signals: Callable[[], None] = lambda: None, sources: dict[str, Prompts] | None = None):
         self.cfg, self.folder, self.take_signals = cfg, folder, take_signals
+        self.sources = sources or {}  # of prompts, that the workers draw from by number
         self.engines: dict[int, Any] = {}  # by number: those that this run started
         self.changes: dict[int, dict[str, Any]] = {}  # vLLM arguments that `vime engines` gave them
         self.workers: list[Any] = []
@@ -83,13 +80,17 @@ class Cluster:
         self.fleet: Fleet | None = None
         self.control: Control | None = None
         self.gauges: Gauges | None = None
-        self.counts = {"groups_redone": 0}
+        self.counts = Counter({"groups_redone": 0})
         self.turn = itertools.count()
         self.rollouts = Rollouts(self)
+        self.plane: Any = None  # a Plane, once started
+        self.lost_owner: Callable[[str], None] = lambda owner: None  # called when a worker has died
         self.meanwhile: Callable[[], None] = lambda: None  # called about every second while something else is waited for
         self._ray_pids: list[psutil.Process] = []
         self._follower: Follower | None = None
-        self._dumps: list[Any] = []
+        self._given_out: Any = None  # reference to `sources`
+        self._dumps: list[tuple[Any, list[Ref]]] = []  # tasks that write samples, and what may be freed after each
+        self._puts = itertools.count()
         self._closing = threading.Event()
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="pids")
 
@@ -114,6 +115,10 @@ class Cluster:
             self._follower = Follower([p.pid for p in self._ray_pids])
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         folder = str(self.folder.resolve())
+        name = f"{cfg.name}-{zlib.crc32(folder.encode()):08x}"
+        self.plane = Plane(cfg.data_plane, name, 1 if cfg.offline else cfg.rollout.num_workers, self.folder / "logs", host)
+        puts = cfg.offline or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)
+        self.store = open_store(self.plane.spec, "driver" if puts else "")
         self.engines = {i: self._engine(i, {}) for i in range(len(cfg.servers))}
         started = [e.start.remote() for e in self.engines.values()]
         ready = self.start_trainers(host, checkpoint)
@@ -123,13 +128,16 @@ class Cluster:
         urls = [*self.gather(started, "engine"), *(u.rstrip("/") for u in cfg.rollout.engines)]
         self.router = Router(cfg, urls, folder)
         url = self.router.start()
-        worker = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
-        self.workers = [worker.remote(cfg, url, i) for i in range(cfg.rollout.num_workers)]
+        worker = ray.remote(Actor).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
+        self.workers = [worker.remote(cfg, url, i, self.plane.spec) for i in range(cfg.rollout.num_workers)]
+        self._given_out = ray.put(self.sources)
+        prepared = [w.prepare.remote(self._given_out) for w in self.workers]
         external = range(len(started), len(urls))
         self.fleet = Fleet(urls, self.restart_engine, self.router, cfg.weights.in_flight, external)
         for i in self.engines:
             self._note_draft(i)
         self.fleet.probe()
+        self.gather(prepared, "rollout worker")
         self.gather(ready, "trainer rank")
         self.write_pids()
         self.fleet.changed = self.changed
@@ -144,7 +152,7 @@ class Cluster:
         threads = str(max(1, (os.cpu_count() or 1) // n))
         env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
-        self.trainers = [trainer.remote(self.stacks(r).resolve(), cfg, r, n, host, port) for r in range(n)]
+        self.trainers = [trainer.remote(self.stacks(r).resolve(), self.plane.spec, cfg, r, n, host, port) for r in range(n)]
         return [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
 
     def stacks(self, rank: int) -> Path:
@@ -183,6 +191,7 @@ class Cluster:
         pids = {k: a.__ray_call__.remote(lambda _: os.getpid()) for k, a in actors.items()}
         pids |= {f"engine-{i}": a.pid.remote() for i, a in self.engines.items()}
         found = {"driver": os.getpid(), "router": self.router.pid() if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
+        found |= {name: child.pid for name, (*_, child) in self.plane.running.items()}
         waiting, end = list(pids.values()), time.monotonic() + 30
         while waiting and time.monotonic() < end and not self._closing.is_set():
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
@@ -211,6 +220,8 @@ class Cluster:
                 ray.kill(a)
         if self.router:
             self.router.stop()
+        if self.plane:
+            self.plane.close()
         self.fleet = self.router = self.control = self.gauges = None
         self.engines, self.workers, self.trainers = {}, [], []
         with contextlib.redirect_stderr(io.StringIO()):  # where Ray has died it would print its state here, for no reader
@@ -262,11 +273,15 @@ class Cluster:
         return all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._ray_pids)
 
     def check(self) -> None:
-        """Raises VimeError where Ray is gone or an engine cannot be brought back."""
+        """Raises VimeError where Ray is gone, or an engine or a part of the data plane cannot be brought back."""
         if not self.ray_alive():
             raise VimeError("Ray is gone: its gcs_server or raylet has ended", "rerun with --resume")
         if self.fleet:
             self.fleet.check()
+        if self.plane:
+            for part in self.plane.check():
+                self.counts["data_plane_restarts"] += 1
+                print(f"{part} of the data plane had died and was started again", file=sys.stderr, flush=True)
 
     def gather(self, refs: list[Any], who: str, doing: str = "") -> list[Any]:
         """Results of all refs, in order; fails as soon as one of them fails, so that no rank waits for a dead one. `doing`: what trainer
@@ -326,7 +341,7 @@ class Cluster:
         while True:
             self.check()
             try:
-                return ray.get(self.workers[i].__ray_call__.remote(lambda _: None), timeout=5)
+                return ray.get(self.workers[i].prepare.remote(self._given_out), timeout=5)
             except (*DEAD, rex.GetTimeoutError) as e:
                 if time.monotonic() > end:
                     raise VimeError(f"rollout worker {i} died and does not come back: {said(e)}", "rerun with --resume") from e
@@ -346,26 +361,28 @@ class Cluster:
             yield from self.rollouts.finished(0.5, redo=False)
         self.rollouts.pending.clear()
 
-    def evaluate(self, groups: list[list[Sample]], version: int, dataset: str) -> list[tuple[GroupReport, Any]]:
-        """Generate and score the groups of an eval dataset; returns (report, reference to the samples) of each, in order."""
+    def evaluate(self, number: int, version: int, dataset: str) -> list[GroupReport]:
+        """Generate and score the `number` groups of an eval dataset; returns their reports in order."""
         jobs = Rollouts(self)
-        done: dict[int, tuple[GroupReport, Any]] = {}
-        for i, group in enumerate(groups):
-            jobs.submit(i, group, version, wave=-1, evaluation=dataset)
+        done: dict[int, GroupReport] = {}
+        for i in range(number):
+            jobs.submit(i, i, version, wave=-1, evaluation=dataset)
         while jobs.pending or jobs.suspects:
-            done |= {key: (report, data) for key, report, data in jobs.finished(1.0)}
+            done |= {key: report for key, report, _ in jobs.finished(1.0)}
             self.meanwhile()
-        return [done[i] for i in range(len(groups))]
+        return [done[i] for i in range(number)]
 
-    def train(self, step: int, plans: list[RankPlan], data: dict[int, Any]) -> dict[str, float]:
-        """One rollout step's optimizer steps on every rank, a plan for each of parallel.fsdp; `data` maps group_index to the reference
-        of its samples."""
+    def train(self, step: int, plans: list[RankPlan], data: dict[int, Ref]) -> dict[str, float] | list[int]:
+        """One rollout step's optimizer steps on every rank, a plan for each of parallel.fsdp; `data` maps group_index to where its samples
+        are. Where the data plane has lost groups, nothing is done and these are returned in place of the metrics."""
         given = [plans[self.cfg.parallel.shard(r)] for r in range(len(self.trainers))]
-        refs = [
-            t.call.remote("train", step, plan, *[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})])
-            for t, plan in zip(self.trainers, given, strict=True)
-        ]
-        return self.gather(refs, "trainer rank", f"step {step}, training")[0]
+        refs = [[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})] for plan in given]
+        self.rollouts.moved += sum(len(ray.cloudpickle.dumps(x)) for x in (given, refs))
+        loading = [t.call.remote("load", step, mine) for t, mine in zip(self.trainers, refs)]
+        if lost := self.gather(loading, "trainer rank", f"step {step}, loading samples")[0]:
+            return [g for g, ref in data.items() if ref.key in lost]
+        training = [t.call.remote("train", step, plan) for t, plan in zip(self.trainers, given)]
+        return self.gather(training, "trainer rank", f"step {step}, training")[0]
 
     def publish(self, version: int) -> dict[str, float]:
         """Trainer -> servers: weights `version`, proven by fence and canary. Returns metrics of what was sent."""
@@ -399,40 +416,75 @@ class Cluster:
 
     def save(self, folder: Path, keep: int | None = None) -> None:
         """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first. With `keep`, see Trainer.save."""
-        self.gather(self._dumps, "sample dump")
-        self._dumps = []
+        self.gather([task for task, _ in self._dumps], "sample dump")
         self.gather([t.call.remote("save", str(folder.resolve()), keep) for t in self.trainers], "trainer rank", f"saving {folder.name}")
 
     def flush(self) -> None:
         """Wait for the checkpoint that the ranks write in the background."""
         self.gather([t.call.remote("flush") for t in self.trainers], "trainer rank", "writing a checkpoint")
 
-    def groups(self, refs: list[Any]) -> list[list[Sample]]:
+    def groups(self, tasks: list[Any]) -> list[list[Sample]]:
         """The samples themselves, for plug-ins that run in the controller. Nothing else brings them here."""
-        found = iter(self.gather([r for r in refs if not isinstance(r, list)], "group"))
-        return [r if isinstance(r, list) else next(found) for r in refs]
+        return [samples_of(self.store.get([t])[0]) if isinstance(t, Ref) else t if isinstance(t, list) else self.sources[""].again(t) for t in tasks]
 
-    def fetch(self, data: dict[int, Any]) -> list[Sample]:
+    def fetch(self, data: dict[int, Ref]) -> list[Sample]:
         """As `groups`, all samples in one list, by group_index."""
         return [s for group in self.groups([data[g] for g in sorted(data)]) for s in group]
 
-    def put(self, group: list[Sample]) -> Any:
-        """The reference to samples that a plug-in changed."""
-        return ray.put(group)
+    def ledger(self, cursor: dict[str, Any] | None) -> Ledger:
+        """Of the run's data plane; `cursor`: the checkpoint's, to go on from there. What an earlier process had is gone, or in the checkpoint."""
+        journal = self.folder / "ledger.jsonl"
+        if not cursor:
+            journal.unlink(missing_ok=True)
+        found = Ledger(self.plane.spec.budget, journal, cursor)
+        found.lost(list(found.live))
+        found.free()
+        return found
 
-    def dump(self, path: Path, data: dict[int, Any]) -> None:
+    def put(self, group: list[Sample]) -> Ref:
+        """Where samples are that a plug-in, or a file of examples, made."""
+        return self.store.put({f"{self.cfg.name}/g{group[0].group_index}/driver-{next(self._puts)}": fields_of(group)})[0]
+
+    def free(self, refs: list[Ref]) -> None:
+        """These samples are not needed any more, once the dumps under way are written."""
+        done = [(task, old) for task, old in self._dumps if ray.wait([task], timeout=0)[0]]
+        self.counts["groups_not_dumped"] += sum(self.gather([task for task, _ in done], "sample dump"))
+        self._dumps = [d for d in self._dumps if d not in done]
+        if self._dumps:
+            self._dumps[-1][1].extend(refs)
+            refs = []
+        self.store.free([r for old in [refs, *(old for _, old in done)] for r in old])
+
+    def dump(self, path: Path, data: dict[int, Ref]) -> None:
         """Write a step's samples to a readable file, in a process of its own: the controller never holds them."""
-        task = ray.remote(dump_samples).options(num_cpus=0, max_retries=2)
-        self._dumps.append(task.remote(str(path.resolve()), *[data[g] for g in sorted(data)]))
+        task = ray.remote(_reading).options(num_cpus=0, max_retries=2)
+        given = [data[g] for g in sorted(data)]
+        self._dumps.append((task.remote(dump_samples, self.plane.spec, str(path.resolve()), given), []))
 
     def save_groups(self, path: Path, groups: list[Any]) -> None:
-        """Write groups, given as references, to `path`, one JSON list of samples a line."""
-        self.gather([ray.remote(write_groups).options(num_cpus=0).remote(str(path.resolve()), *groups)], "writing the groups under way,")
+        """Write groups to `path`, one JSON list of samples a line."""
+        task = ray.remote(_reading).options(num_cpus=0)
+        self.gather([task.remote(write_groups, self.plane.spec, str(path.resolve()), groups)], "writing the groups under way,")
 
-    def load_groups(self, path: Path, state: list[dict[str, Any]]) -> list[tuple[list[SampleMeta], Any]]:
-        """Read what save_groups wrote: (metadata of a finished group's samples, reference to them) of each; no metadata for unfinished ones."""
-        if not state:
-            return []
-        task = ray.remote(read_groups).options(num_cpus=0, num_returns=len(state) + 1)
-        metas, *refs = task.remote(str(path.resolve()), [s["ready"] for s in state], self.cfg.reward.key)
-        return list(zip(self.gather([metas], "reading the groups under way,")[0], refs, strict=True))
+    def load_groups(self, path: Path, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref | None]]:
+        """Read what save_groups wrote: (metadata of a finished group's samples, where they are) of each; no metadata for unfinished ones."""
+        call = [self.workers[0].load_groups.remote(str(path.resolve()), ready)] if ready else []
+        return self.gather(call, "reading the groups under way,")[0] if call else []
+
+
+def _reading(write: Callable[..., None], spec: Spec, path: str, groups: list[Any]) -> int:
+    """`write(path, *groups)` of groups in the data plane, None for those that are lost. Returns how many these are."""
+    store = open_store(spec)
+
+    def read(group: Any) -> list[Sample] | None:
+        try:
+            return samples_of(store.get([group])[0]) if isinstance(group, Ref) else group
+        except Lost:
+            return None
+
+    try:
+        found = [read(g) for g in groups]
+        write(path, *found)
+        return found.count(None)
+    finally:
+        store.close()

@@ -1,12 +1,9 @@
-"""Groups of samples on their way through the rollout workers, and in a checkpoint."""
+"""Groups of samples on their way through the rollout workers."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import time
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,7 +13,6 @@ from vime import hooks
 from vime.config import Config
 from vime.errors import VimeError, said
 from vime.rollout.worker import GroupReport
-from vime.sample import Sample, meta_of
 
 if TYPE_CHECKING:
     from vime.cluster import Cluster
@@ -27,21 +23,22 @@ DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.Node
 
 
 class Rollouts:
-    """Groups under way on the workers, by key; the samples themselves stay in Ray's store until a trainer rank fetches them.
+    """Groups under way on the workers, by key; the samples themselves stay in the data plane until a trainer rank fetches them.
 
     A group may itself be what ends its worker (a plug-in that crashes). Those that were there at SUSPECT deaths go on one at a time, so that
     the next death has one of them as its cause."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        # reference to the report -> arguments of submit, reference to the samples, the worker's index
-        self.pending: dict[Any, tuple[tuple[Any, ...], Any, int]] = {}
+        # reference to the report -> arguments of submit, the worker's index
+        self.pending: dict[Any, tuple[tuple[Any, ...], int]] = {}
+        self.moved = 0  # bytes that went to and came from the workers, pickled
         self.deaths: Counter[int] = Counter()  # of workers, while they had the group
         self.suspects: list[tuple[Any, ...]] = []  # arguments of submit; not with a worker yet
 
-    def submit(self, key: int, group: Any, version: int, wave: int = 0, evaluation: str = "") -> None:
-        """Start a group, samples or a reference to them, on the next worker. See RolloutWorker.run_group."""
-        args = (key, group, version, wave, evaluation)
+    def submit(self, key: int, task: Any, version: int, wave: int = 0, evaluation: str = "") -> None:
+        """Start a group on the next worker. See Actor.serve."""
+        args = (key, task, version, wave, evaluation)
         if self.deaths[key] >= SUSPECT:
             self.suspects.append(args)
         else:
@@ -49,8 +46,8 @@ class Rollouts:
 
     def _send(self, args: tuple[Any, ...]) -> None:
         i = next(self.cluster.turn) % len(self.cluster.workers)
-        report, data = self.cluster.workers[i].run_group.options(num_returns=2).remote(*args[1:])
-        self.pending[report] = args, data, i
+        self.moved += len(ray.cloudpickle.dumps(args))
+        self.pending[self.cluster.workers[i].serve.remote(*args)] = args, i
 
     def finished(self, timeout: float, redo: bool = True) -> list[tuple[int, GroupReport, Any]]:
         """(key, report, reference to the samples) of the groups that have come back; waits up to `timeout` seconds for the first. A group
@@ -73,10 +70,12 @@ class Rollouts:
         lost: list[tuple[Any, ...]] = []
         dead: dict[int, BaseException] = {}
         for ref in done:  # grows: what else a dead worker had is lost with it
-            args, data, i = self.pending.pop(ref)
+            args, i = self.pending.pop(ref)
             try:
-                out.append((args[0], ray.get(ref), data))
-                if not out[-1][1].interrupted:
+                report = ray.get(ref)
+                self.moved += len(ray.cloudpickle.dumps(report))
+                out.append((args[0], report, report.ref))
+                if not report.interrupted:
                     del self.deaths[args[0]]
             except DEAD as e:
                 lost.append(args)
@@ -87,6 +86,7 @@ class Rollouts:
                 raise self.cluster.blame([ref], f"group {args[0]}, part") from None
         for i in dead:
             self.cluster.await_worker(i)
+            self.cluster.lost_owner(f"worker-{i}")
             self.cluster.changed()
         for args in lost:
             self.cluster.counts["groups_redone"] += 1
@@ -108,23 +108,3 @@ def _runs_there(cfg: Config, evaluation: str) -> str:
     paths |= {key: [path] for key, path in (("rollout.custom_generate", d and d.custom_generate), ("reward.function", d and d.reward)) if path}
     own = [f"{key} = {path!r}" for key, found in paths.items() for path in found if {":", "."} & set(path)]
     return f"does {' or '.join(own)} end its process?" if own else "no plug-in of yours runs there; is memory short? see `vime doctor`"
-
-
-def write_groups(path: str, *groups: list[Sample]) -> None:
-    for s in itertools.chain.from_iterable(groups):  # filters and rewards may have put anything there since the sample was checked
-        try:
-            s.make_plain()
-        except ValueError as e:
-            raise VimeError(f"a checkpoint cannot hold {e}", "a plug-in put it there") from e
-    lines = (json.dumps([s.to_dict() for s in group]) + "\n" for group in groups)
-    Path(path).write_text("".join(lines))
-
-
-def read_groups(path: str, ready: list[bool], key: str | None) -> list[Any]:
-    try:
-        groups = [[Sample.from_dict(d) for d in json.loads(line)] for line in Path(path).read_text().splitlines()]
-        if not all(groups):
-            raise ValueError("a group without samples")
-        return [[[meta_of(s, key) for s in g] if done else [] for g, done in zip(groups, ready, strict=True)], *groups]
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise VimeError(f"{path} is damaged: {said(e)}", "remove its checkpoint: a resume then takes the one before it") from e

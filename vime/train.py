@@ -27,7 +27,7 @@ from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
 from vime.rollout.engine import claim_port, on_cpu
 from vime.rollout.offline import Offline
-from vime.rollout.plugged import UserPrompts, process_batch, whole_evaluation, whole_rollout
+from vime.rollout.plugged import WHOLE_BATCH, UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
 from vime.trainer import axes, checkpoint
@@ -175,19 +175,18 @@ def evaluate(cfg: Config, args: hooks.Args, cluster: Cluster, pool: Pool, held_o
     metrics: dict[str, float] = {}
     data: dict[str, dict[str, list[Any]]] = {}
     for d in cfg.eval.datasets:
-        groups = held_out[d.name].all(d.n_samples_per_prompt or 1)
-        for s in (s for g in groups for s in g):
-            s.custom_rm_path, s.generate_function_path, s.session_id = d.reward, d.custom_generate, f"{d.name}-{s.group_index}"
-        done = cluster.evaluate(groups, version, d.name)
-        kept = [(report.metas, ref) for report, ref in done if not report.dropped]
+        done = cluster.evaluate(len(held_out[d.name]), version, d.name)
+        kept = [report for report in done if not report.dropped]
         if not kept:
-            raise VimeError(f"eval dataset {d.name}: every group was dropped: {done[0][0].dropped}", "look at its reward function")
-        metas = [m for group, _ in kept for m in group]
+            raise VimeError(f"eval dataset {d.name}: every group was dropped: {done[0].dropped}", "look at its reward function")
+        metas = [m for report in kept for m in report.metas]
         metrics |= eval_metrics(d.name, metas, d.solved if d.solved is not None else 1.0)
         metrics |= {f"eval/{d.name}/dropped": float(len(done) - len(kept))} if len(kept) < len(done) else {}
         if cfg.log.eval_hook:
             truncated = [m.status is Status.TRUNCATED for m in metas]
-            samples = cluster.fetch(dict(enumerate(ref for _, ref in kept)))
+            refs = [report.ref for report in kept if report.ref]
+            samples = cluster.fetch(dict(enumerate(refs)))
+            cluster.free(refs)
             data[d.name] = {"rewards": [m.reward for m in metas], "truncated": truncated, "samples": samples}
     metrics["eval/reward"] = float(np.mean([metrics[f"eval/{d.name}/reward"] for d in cfg.eval.datasets]))
     extra: dict[str, float] = {}
@@ -264,13 +263,14 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
 
     interrupt = Interrupt()
     interrupt.install()
-    with closing(Cluster(cfg, folder, interrupt.install)) as cluster:
+    with closing(Cluster(cfg, folder, interrupt.install, {} if cfg.offline else held_out | {"": prompts})) as cluster:
         try:
             t = time.monotonic()
             with console.status("starting vLLM servers, router, rollout workers and trainer ranks"):
                 cluster.start(ckpt)
                 args = hooks.plugin_args(cfg, cluster.router.url if cluster.router else None)
-                online = None if cfg.offline else Pool(cfg, cluster, UserPrompts(cfg, args) if cfg.data.source else prompts, start + 1, args)
+                source = UserPrompts(cfg, args) if cfg.data.source else prompts
+                online = None if cfg.offline else Pool(cfg, cluster, source, start + 1, args, cluster.ledger(state["ledger"] if ckpt else None))
                 pool = online or Offline(cfg, cluster, prompts, start + 1)
                 if ckpt:
                     pool.restore(state, ckpt)
@@ -294,17 +294,22 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 t1 = time.monotonic()
                 cluster.sleep()
 
-                data = {f.group_index: f.data for f in batch}
-                metas = [m for f in batch for m in f.metas]
-                if cfg.reward.post_process:
-                    metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)
-                else:
-                    metas, advantages = (metas, [1.0] * len(metas)) if cfg.offline else estimate(metas, cfg)
-                stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp, width), data)
+                stats: Any = []
+                while isinstance(stats, list):  # of groups that the data plane has lost: they are generated again
+                    if stats and (not online or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)):
+                        raise VimeError(f"step {step}: the data plane has lost the samples of groups {stats}, which a plug-in made", "rerun with --resume")
+                    batch = online.redone(batch, stats) if online and stats else batch
+                    data = {f.group_index: f.data for f in batch if f.data}
+                    metas = [m for f in batch for m in f.metas]
+                    if cfg.reward.post_process:
+                        metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)
+                    else:
+                        metas, advantages = (metas, [1.0] * len(metas)) if cfg.offline else estimate(metas, cfg)
+                    stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp, width), data)
                 t2 = time.monotonic()
 
                 sent = cluster.publish(step) if online else {}
-                pool.version = step
+                done = pool.trained(step, batch)
                 t3 = time.monotonic()
                 if cfg.log.samples:
                     cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
@@ -313,11 +318,13 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                     metrics |= extra
                 elif not (hook and hooks.call(cfg, "log.rollout_hook", step - 1, args, cluster.fetch(data), extra, t1 - t0)):
                     metrics |= rollout_metrics(metas, step - 1, t1 - t0) | extra
+                cluster.free(done)
                 if cluster.fleet:
                     of_servers, lines = cluster.measured(step)
                     for line in lines:
                         console.print(f"[yellow]{line}[/]", soft_wrap=True)
                     metrics |= of_servers | {"weights/sync_s": t3 - t2, "weights/version": float(step)} | sent
+                    metrics["data/controller_bytes"], cluster.rollouts.moved = float(cluster.rollouts.moved), 0
                     metrics |= {f"health/{k}": float(v) for k, v in (cluster.fleet.counts | cluster.counts).items()}
                 last = step == cfg.train.steps or interrupt.requested
                 if online and evaluated and (step % cfg.eval.interval == 0 or step == cfg.train.steps):

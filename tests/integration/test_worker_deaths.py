@@ -11,8 +11,9 @@ import ray
 
 from vime import config
 from vime.cluster import Cluster
+from vime.data.plane import Plane
 from vime.errors import VimeError
-from vime.rollout.worker import RolloutWorker
+from vime.rollout.actor import Actor
 from vime.sample import Sample
 
 HERE = "tests.integration.test_worker_deaths"
@@ -44,8 +45,10 @@ def make(processes: None, tmp_path: Path) -> Iterator:
         tree = {"model": "m", "data": {"prompts": "p"}, "args": {"folder": str(tmp_path), "fatal": fatal}, "reward": {"function": "exact"}}
         cfg = config.validate(tree | {"rollout": {"custom_generate": f"{HERE}:made_up", "num_workers": workers}}, "test")
         c = Cluster(cfg, tmp_path)
-        actor = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=-1, max_concurrency=1000)
-        c.workers = [actor.remote(cfg, "http://127.0.0.1:9", i) for i in range(workers)]
+        c.plane = Plane(cfg.data_plane, tmp_path.name, workers, tmp_path)
+        actor = ray.remote(Actor).options(num_cpus=0, max_restarts=-1, max_concurrency=1000)
+        c.workers = [actor.remote(cfg, "http://127.0.0.1:9", i, c.plane.spec) for i in range(workers)]
+        ray.get([w.prepare.remote({}) for w in c.workers])
         made.append(c)
         return c
 
@@ -53,6 +56,7 @@ def make(processes: None, tmp_path: Path) -> Iterator:
     for c in made:
         for w in c.workers:
             ray.kill(w)
+        c.plane.close()
 
 
 def group(g: int) -> list[Sample]:

@@ -15,15 +15,15 @@ from tests.unit.test_preflight import folder as model_folder
 from vime import config
 from vime.cli import main
 from vime.config import Config
+from vime.data.records import read_groups, write_groups
 from vime.errors import VimeError
 from vime.folder import opened, summary
-from vime.groups import read_groups, write_groups
 from vime.observe.metrics import read
 from vime.sample import Sample, Status
 from vime.trainer.checkpoint import read_state
 
 STATE = {
-    "step": 3, "prompts": {"given": 24, "rows": 9}, "counts": {"retries": 1},
+    "step": 3, "prompts": {"given": 24, "rows": 9}, "counts": {"retries": 1}, "fresh": [23], "ledger": {"step": 3, "settled": [0, 22], "counts": {}},
     "groups": [{"group_index": 7, "oldest": 3, "ready": True}, {"group_index": 9, "oldest": 2, "ready": False}],
 }  # fmt: skip
 
@@ -149,9 +149,9 @@ def damaged() -> dict[str, Any]:
     out: dict[str, Any] = {
         "empty": "", "cut": json.dumps(STATE)[:40], "list": "[]", "number": "3", "null": "null", "deep": "[" * 100_000, "nul bytes": "\0" * 50,
     }  # fmt: skip
-    for path in [("step",), ("prompts",), ("prompts", "given"), ("groups",), ("groups", 0, "oldest"), ("groups", 1, "ready"), ("counts",)]:
+    for path in [("step",), ("prompts",), ("prompts", "given"), ("groups",), ("groups", 0, "oldest"), ("groups", 1, "ready"), ("counts",), ("fresh",), ("ledger", "settled")]:
         for value in (None, "x", 1.5, []) if path != ("groups",) else (None, 1.5, [3], {"a": 1}):
-            if (path, value) != (("groups",), []):
+            if (path, value) not in [(("groups",), []), (("fresh",), []), (("ledger", "settled"), [])]:
                 state: Any = copy.deepcopy(STATE)
                 node = state
                 for k in path[:-1]:

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from vime import config
 from vime.config import Config
-from vime.observe.metrics import MetricLogger, dump_samples, plot, read, sparkline
+from vime.data.records import dump_samples
+from vime.observe.metrics import MetricLogger, plot, read, sparkline
 from vime.sample import Sample, Status
 
 

@@ -58,9 +58,12 @@ class Prompts:
 
     def next(self, k: int) -> list[list[Sample]]:
         """The next k groups of n samples; `group_index` counts prompts over the whole run, so a second epoch's groups are new ones."""
-        groups = [self.again(g) for g in range(self.given, self.given + k)]
+        return [self.again(g) for g in self.numbers(k)]
+
+    def numbers(self, k: int) -> range:
+        """The `group_index` of the next k groups, in place of the groups themselves."""
         self.given += k
-        return groups
+        return range(self.given - k, self.given)
 
     def again(self, g: int) -> list[Sample]:
         """Group g as `next` gave it, or will."""
@@ -72,7 +75,11 @@ class Prompts:
 
     def all(self, n: int) -> list[list[Sample]]:
         """Every row once in file order, as groups of n samples: an evaluation."""
-        return [self._group(g, row, n, "eval") for g, row in enumerate(self.rows)]
+        return [self.row(g, n) for g in range(len(self.rows))]
+
+    def row(self, g: int, n: int) -> list[Sample]:
+        """Row g of the file as a group of n samples."""
+        return self._group(g, self.rows[g], n, "eval")
 
     def text(self, sample: Sample) -> str:
         """The prompt as the model sees it, special tokens included."""

@@ -17,7 +17,6 @@ from typing import Any
 
 from vime.config import Config
 from vime.errors import VimeError, said
-from vime.sample import Sample
 
 BARS = "▁▂▃▄▅▆▇█"
 # label, metric, format; shown where the step has the metric
@@ -192,26 +191,6 @@ def _trackio(cfg: Config, folder: Path, start: int) -> Tracker:
 
     trackio.init(project=cfg.log.project, name=cfg.name, config=cfg.model_dump(), resume="allow" if start else "never", embed=False)
     return "trackio", lambda step, values: trackio.log(values, step=step), trackio.finish
-
-
-def dump_samples(path: str, *groups: list[Sample]) -> None:
-    """Write samples to `path`, one readable JSON object a line: texts first, then numbers, then per-token arrays of the response."""
-    rows = (
-        {
-            "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
-            "label": s.label, "reward": s.reward, "status": str(s.status), "prompt_length": s.prompt_length,
-            "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
-            "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
-            "loss_mask": s.loss_mask,
-        } | ({"images": [i["image"][:200] for i in s.images]} if s.images else {})
-        for group in groups for s in group
-    )  # fmt: skip
-    target = Path(path)
-    tmp = target.with_suffix(".tmp")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # half a surrogate pair, which a response may hold, has no UTF-8
-    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), "utf-8", errors="backslashreplace")
-    tmp.replace(target)
 
 
 def plot(folder: Path) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config import Config
+from vime.data.plane import Ref
 from vime.data.prompts import Prompts
 from vime.rollout.pool import Flight
 from vime.sample import meta_of
@@ -25,14 +26,18 @@ class Offline:
         for group in self.examples.next(self.batch):
             for s in group:
                 s.token_versions = [v if v < 0 else self.version for v in s.token_versions]
-            out.append(Flight(group[0].group_index, None, self.version, [meta_of(s) for s in group], self.cluster.put(group)))
+            out.append(Flight(group[0].group_index, group[0].group_index, self.version, [meta_of(s) for s in group], self.cluster.put(group)))
         return out
+
+    def trained(self, step: int, batch: list[Flight]) -> list[Ref]:
+        self.version = step
+        return [f.data for f in batch if f.data]
 
     def metrics(self) -> dict[str, float]:
         return {"data/epoch": self.examples.given / len(self.examples)}
 
     def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
-        return {"prompts": self.examples.state(), "groups": [], "counts": {}}, []
+        return {"prompts": self.examples.state(), "groups": [], "fresh": [], "counts": {}, "ledger": {"step": 0, "settled": [], "counts": {}}}, []
 
     def restore(self, state: dict[str, Any], folder: Path) -> None:
         self.examples.load_state(state["prompts"])

@@ -77,7 +77,9 @@ class Buffer:
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         kept, self.pool.waiting = self.pool.waiting[:num_samples], self.pool.waiting[num_samples:]
-        return self.pool.cluster.groups([f.group for f in kept]) + self.pool.prompts.next(num_samples - len(kept))
+        groups = self.pool.cluster.groups([f.group for f in kept])
+        self.pool.ledger.lost(f.group_index for f in kept)  # they are the plug-in's now
+        return groups + self.pool.prompts.next(num_samples - len(kept))
 
     def add_samples(self, groups: list[list[Sample]]) -> None:
         self.pool.waiting += [self.pool.flight(g) for g in groups if g]
@@ -96,6 +98,7 @@ def choose_buffered(pool: Pool, args: hooks.Args) -> None:
     pool.waiting = [by_index.pop(g) for g in order]
     if by_index:
         pool.counts["dropped_buffer_filter"] += len(by_index)
+        pool.ledger.drop(by_index, "buffer_filter")
 
 
 def process_batch(pool: Pool, args: hooks.Args, batch: list[Flight]) -> None:

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from vime import hooks
 from vime.config import Config
+from vime.data.ledger import Ledger
+from vime.data.plane import Ref
 from vime.data.prompts import Prompts
 from vime.errors import VimeError
+from vime.rollout.actor import Task
 from vime.rollout.plugged import UserPrompts, choose_buffered
 from vime.rollout.worker import GroupReport
 from vime.sample import Sample, SampleMeta
@@ -32,14 +35,15 @@ DRAWS = 10  # batches of groups that may be dropped in one step: a filter that d
 
 @dataclass
 class Flight:
-    """One group on its way. `group`: its samples as they were submitted last, or a reference to them."""
+    """One group on its way. `group`: what is submitted next, or was last."""
 
     group_index: int
-    group: Any
+    group: Task
     oldest: int  # weight version of the oldest token that will be trained; while there is none, of the weights it was started with, or UNBOUND
     metas: list[SampleMeta] = field(default_factory=list)  # once it is finished
-    data: Any = None  # reference to the finished samples
+    data: Ref | None = None  # where the finished samples are
     reason: str = ""  # of a spare: why it was filtered
+    origin: Task | None = None  # its prompt, to begin anew from
 
 
 def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
@@ -71,9 +75,12 @@ def too_late(cfg: Config, groups: list[dict[str, Any]], step: int) -> set[int]:
 
 
 class Pool:
-    """The groups of a run that are drawn from the prompts and not trained yet. Bulk data stays where it is: this holds references."""
+    """The groups of a run that are drawn from the prompts and not trained yet, by reference; the ledger says whose bytes are whose."""
 
-    def __init__(self, cfg: Config, cluster: Cluster, prompts: Prompts | UserPrompts, step: int, args: hooks.Args | None = None):
+    def __init__(self, cfg: Config, cluster: Cluster, prompts: Prompts | UserPrompts, step: int, args: hooks.Args | None = None,
+                 ledger: Ledger | None = None):  # fmt: skip
+        self.ledger = ledger or Ledger(1 << 62)
+        self.typical = 0  # bytes of a group, of late
         self.cfg, self.cluster, self.prompts, self.args = cfg, cluster, prompts, args
         self.step = step  # the next one that takes a batch
         self.version = step - 1  # newest published weights
@@ -86,10 +93,18 @@ class Pool:
         r = cfg.rollout
         self.batch, self.bound = r.batch_size, cfg.train.max_staleness
         self.target = r.over_sampling_batch_size or self.batch
+        cluster.lost_owner = self.lost_owner
 
     def flight(self, group: list[Sample]) -> Flight:
         versions = [v for s in group for v, trained in zip(s.token_versions, s.loss_mask) if trained]
-        return Flight(group[0].group_index, group, min(versions, default=UNBOUND))
+        return Flight(group[0].group_index, group, min(versions, default=UNBOUND), origin=group)
+
+    def drawn(self) -> Flight:
+        """The next group of the prompts: its number alone, where these are in files."""
+        if isinstance(self.prompts, UserPrompts):
+            return self.flight(self.prompts.next(1)[0])
+        (number,) = self.prompts.numbers(1)
+        return Flight(number, number, UNBOUND, origin=number)
 
     def deadline(self, f: Flight) -> int:
         return f.oldest + self.bound + 1
@@ -101,7 +116,14 @@ class Pool:
         if self.cfg.train.mode == "sync" and self.choose() is not None:
             return
         while len(self.running) + len(self.ready) + len(self.spares) < target:
-            flight = self.waiting.pop(0) if self.waiting else self.flight(self.prompts.next(1)[0])
+            flight = self.waiting.pop(0) if self.waiting else self.drawn()
+            if not self.ledger.reserve(flight.group_index, "", self.typical):
+                self.counts["held_back"] += 1
+                self.waiting.insert(0, flight)
+                if not self.running and self.choose() is None:
+                    what = f"{self.ledger.stored} bytes are stored, {self.batch} groups of about {self.typical} make a batch"
+                    raise VimeError(f"data_plane.budget_bytes = {self.ledger.budget} is too little: {what}", "raise it")
+                return
             masked = self.bound == 0 or self.cfg.rollout.mask_offpolicy_prefix
             flight.oldest = self.version if masked else min(flight.oldest, self.version)
             self.running[flight.group_index] = flight
@@ -117,11 +139,15 @@ class Pool:
         """File a group that came back from its worker."""
         for name in ("retries", "fenced", "continued"):
             self.counts[name] += getattr(report, name)
+        if data is not None:
+            self.typical = max(data.nbytes, self.typical * 9 // 10)
+            self.ledger.publish(flight.group_index, data, self.version, whole=not report.interrupted)
         if report.spare:
             flight.metas, flight.data, flight.reason = report.metas, data, report.dropped or ""
             self.spares.append(flight)
         elif report.dropped:
             self.counts[f"dropped_{report.dropped}"] += 1
+            self.ledger.drop([flight.group_index], report.dropped)
         elif report.interrupted:
             self.put_back(flight, data, report.oldest)
         else:
@@ -134,9 +160,15 @@ class Pool:
         keep = self.cfg.rollout.partial_rollout and data is not None
         self.counts["interrupted" if keep else "restarted"] += 1
         if keep:
+            self.ledger.reopen([flight.group_index])
             flight.group, flight.oldest = data, self.version if oldest is None else oldest
         else:
-            flight.oldest = UNBOUND
+            if flight.origin is None:
+                what = f"group {flight.group_index} must begin anew, and data.source cannot give its prompt again after a resume"
+                raise VimeError(what, "start a new run, or resume from another checkpoint")
+            self.ledger.lost([flight.group_index])
+            flight.group, flight.oldest = flight.origin, UNBOUND
+        flight.metas, flight.data = [], None
         self.waiting.append(flight)
         self.waiting.sort(key=lambda f: (f.oldest, f.group_index))
 
@@ -153,12 +185,47 @@ class Pool:
             if sum(dropped.values()) > DRAWS * self.batch:
                 raise VimeError(f"{sum(dropped.values())} groups dropped in one step: {dropped}", "look at the reward function and the filters")
         self.ready = [f for f in self.ready if f not in chosen]
-        self.counts.update(f"dropped_{f.reason}" for f in self.spares if f not in chosen)
+        for f in self.spares:
+            if f not in chosen:
+                self.counts[f"dropped_{f.reason}"] += 1
+                self.ledger.drop([f.group_index], f.reason)
         self.spares = []
+        self.ledger.lease([f.group_index for f in chosen], f"step {self.step}", math.inf)
         if self.cfg.train.mode == "sync":
             self.interrupt()
         self.step += 1
         return sorted(chosen, key=lambda f: f.group_index)
+
+    def redone(self, batch: list[Flight], lost: list[int]) -> list[Flight]:
+        """In place of `batch`, taken last, one that has no groups which the data plane has lost: these are generated again."""
+        self.step -= 1
+        self.ledger.nack([f.group_index for f in batch], f"step {self.step}")
+        for f in batch:
+            if f.group_index in lost:
+                self.counts["lost"] += 1
+                self.put_back(f, None, None)
+            else:
+                self.ready.append(f)
+        return self.take()
+
+    def lost_owner(self, owner: str) -> None:
+        """A worker has died, and with it the bytes that only it had: finished groups begin anew. (Unfinished ones, too, when they are read.)"""
+        gone = set(self.ledger.owner_died(owner))
+        for flights in (self.ready, self.spares):
+            for f in [f for f in flights if f.group_index in gone]:
+                flights.remove(f)
+                self.counts["lost"] += 1
+                self.put_back(f, None, None)
+
+    def trained(self, step: int, batch: list[Flight]) -> list[Ref]:
+        """The optimizer step on `batch` is done. Returns what the data plane may free."""
+        self.version = step
+        own = {f.data.key: f.data for f in batch if f.data}
+        for n in (f.group_index for f in batch):
+            if (g := self.ledger.live.get(n)) and g.ref:
+                own.pop(g.ref.key, None)
+        self.ledger.ack([f.group_index for f in batch if f.group_index in self.ledger.live], step, f"step {step}")
+        return [*own.values(), *self.ledger.free()]  # the former were put by plug-ins in place of the workers' samples
 
     def choose(self) -> list[Flight] | None:
         """`batch` finished groups for this step, or None where there are none yet without making another one late."""
@@ -192,6 +259,7 @@ class Pool:
         out = {f"rollout/{k}": float(v) for k, v in self.counts.items()}
         self.counts.clear()
         out |= {"rollout/in_flight": len(self.running), "rollout/ready": len(self.ready), "rollout/buffered": len(self.waiting)}
+        out |= {"data/stored_bytes": float(self.ledger.stored), "data/group_bytes": float(self.typical)}
         return {"rollout/retries": 0.0, "rollout/fenced": 0.0} | out
 
     def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
@@ -199,20 +267,27 @@ class Pool:
         that is drawn and not trained. A running group is kept as it was submitted: after a resume it runs again from there."""
         flights = [(f, f.oldest, True, f.data) for f in self.ready] + [(f, f.oldest, False, f.group) for f in self.waiting]
         for f in self.running.values():  # its samples are here only where it was new when it was submitted
-            flights.append((f, self.flight(f.group).oldest if isinstance(f.group, list) else f.oldest, False, f.group))
-        groups = [{"group_index": f.group_index, "oldest": oldest, "ready": ready} for f, oldest, ready, _ in flights]
-        return {"prompts": self.prompts.state(), "groups": groups, "counts": dict(self.counts)}, [ref for *_, ref in flights]
+            flights.append((f, self.flight(f.group).oldest if isinstance(f.group, list) else UNBOUND if f.group == f.origin else f.oldest, False, f.group))
+        stored = [(f, oldest, ready, ref) for f, oldest, ready, ref in flights if not isinstance(ref, int)]
+        groups = [{"group_index": f.group_index, "oldest": oldest, "ready": ready} for f, oldest, ready, _ in stored]
+        fresh = sorted(f.group_index for f, _, _, ref in flights if isinstance(ref, int))
+        counts = {"prompts": self.prompts.state(), "groups": groups, "fresh": fresh, "counts": dict(self.counts), "ledger": self.ledger.state()}
+        return counts, [ref for *_, ref in stored]
 
     def restore(self, state: dict[str, Any], folder: Path) -> None:
         """Continue where `snapshot` was taken; `folder` holds the checkpoint. Raises: VimeError as Prompts.load_state and `too_late`."""
         self.prompts.load_state(state["prompts"])
         self.counts.update(state["counts"])
         late = too_late(self.cfg, state["groups"], self.step)
-        for kept, (metas, ref) in zip(state["groups"], self.cluster.load_groups(folder / GROUPS, state["groups"]), strict=True):
-            flight = Flight(kept["group_index"], ref, kept["oldest"])
-            if flight.group_index in late:
-                assert not isinstance(self.prompts, UserPrompts)
-                flight.group = self.prompts.again(flight.group_index)
+        self.waiting = [Flight(n, n, UNBOUND, origin=n) for n in state["fresh"]]
+        loaded = self.cluster.load_groups(folder / GROUPS, [g["ready"] for g in state["groups"]])
+        for kept, (metas, ref) in zip(state["groups"], loaded, strict=True):
+            n = kept["group_index"]
+            flight = Flight(n, n if ref is None else ref, kept["oldest"], origin=None if isinstance(self.prompts, UserPrompts) else n)
+            if ref:
+                self.ledger.reserve(n, "", 0)
+                self.ledger.publish(n, ref, self.version, whole=kept["ready"])
+            if n in late or ref is None:
                 self.put_back(flight, None, None)
             elif kept["ready"]:
                 flight.metas, flight.data = metas, ref

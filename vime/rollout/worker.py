@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from vime import hooks, rewards
 from vime.config import Config
+from vime.data.plane import Ref
 from vime.errors import VimeError, said
 from vime.rollout import filters
 from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
@@ -37,6 +38,7 @@ class GroupReport:
     retries: int = 0  # generations redone because a server failed
     fenced: int = 0  # generations redone because older weights than asked for sampled them
     continued: int = 0  # aborted generations that went on from the tokens they had
+    ref: Ref | None = None  # where the samples are in the data plane
 
 
 class RolloutWorker:

@@ -87,8 +87,9 @@ def read_state(ckpt: Path) -> dict[str, Any]:
         state = json.loads((ckpt / "state.json").read_text("utf-8"))
         step, groups = state["step"], state["groups"]
         whole = [step, state["prompts"]["given"], *state["counts"].values(), *(g[k] for g in groups for k in ("group_index", "oldest"))]
+        whole += [*state["fresh"], state["ledger"]["step"], *state["ledger"]["settled"]]
         if not all(type(n) is int for n in whole) or not all(type(g["ready"]) is bool for g in groups):
-            raise TypeError("step, prompts.given, counts and groups must be whole numbers, groups.*.ready true or false")
+            raise TypeError("step, prompts.given, counts, groups, fresh and ledger must be whole numbers, groups.*.ready true or false")
         if lacks := [name for name in ["trainer", *(["groups.jsonl"] if groups else [])] if not (ckpt / name).exists()]:
             raise FileNotFoundError(f"no {' and no '.join(lacks)} beside it")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:

@@ -1,0 +1,53 @@
+"""Files that hold groups of samples: those under way in a checkpoint, and the readable ones of a step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from vime.errors import VimeError, said
+from vime.sample import Sample, meta_of
+
+
+def write_groups(path: str, *groups: list[Sample] | None) -> None:
+    """None, a group that the data plane has lost, becomes null."""
+    for s in itertools.chain.from_iterable(g for g in groups if g):  # filters and rewards may have put anything there since the sample was checked
+        try:
+            s.make_plain()
+        except ValueError as e:
+            raise VimeError(f"a checkpoint cannot hold {e}", "a plug-in put it there") from e
+    lines = (json.dumps(group and [s.to_dict() for s in group]) + "\n" for group in groups)
+    Path(path).write_text("".join(lines))
+
+
+def read_groups(path: str, ready: list[bool], key: str | None) -> list[Any]:
+    try:
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        groups = [None if row is None else [Sample.from_dict(d) for d in row] for row in rows]
+        if [] in groups:
+            raise ValueError("a group without samples")
+        return [[[meta_of(s, key) for s in g or ()] if done else [] for g, done in zip(groups, ready, strict=True)], *groups]
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise VimeError(f"{path} is damaged: {said(e)}", "remove its checkpoint: a resume then takes the one before it") from e
+
+
+def dump_samples(path: str, *groups: list[Sample] | None) -> None:
+    """Write samples to `path`, one readable JSON object a line: texts first, then numbers, then per-token arrays of the response."""
+    rows = (
+        {
+            "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
+            "label": s.label, "reward": s.reward, "status": str(s.status), "prompt_length": s.prompt_length,
+            "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
+            "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
+            "loss_mask": s.loss_mask,
+        } | ({"images": [i["image"][:200] for i in s.images]} if s.images else {})
+        for group in groups for s in group or ()
+    )  # fmt: skip
+    target = Path(path)
+    tmp = target.with_suffix(".tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # half a surrogate pair, which a response may hold, has no UTF-8
+    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), "utf-8", errors="backslashreplace")
+    tmp.replace(target)

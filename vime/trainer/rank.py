@@ -1,0 +1,41 @@
+"""A trainer rank's process: the trainer, and what feeds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vime.config import Config
+from vime.data.plane import Ref, Spec
+from vime.procs import watched
+from vime.sample import Sample
+from vime.trainer.batch import RankPlan
+
+
+class Rank:
+    """What Ray calls in the process. The trainer is imported here, and not in the driver, which saves half of a run's start."""
+
+    def __init__(self, stacks: Path, spec: Spec, cfg: Config, *args: Any):
+        from vime.trainer.engine import Trainer
+
+        self.trainer, self.stacks, self.spec, self.timeout = Trainer(cfg, *args), stacks, spec, cfg.train.step_timeout
+        self.samples: list[Sample] = []
+
+    def call(self, method: str, *args: Any) -> Any:
+        with watched(self.stacks, self.timeout):
+            return getattr(self if hasattr(self, method) else self.trainer, method)(*args)
+
+    def setup(self, checkpoint: str | None) -> None:
+        from vime.trainer.feed import Feed
+
+        self.trainer.setup(checkpoint)
+        self.feed = Feed(self.spec, self.trainer)
+
+    def load(self, step: int, refs: list[Ref]) -> list[str]:
+        """Take this rank's part of a batch from the data plane. Returns the keys that are lost, the same on every rank: then none is loaded."""
+        self.samples, lost = self.feed.pull(step, refs)
+        return lost
+
+    def train(self, step: int, plan: RankPlan) -> dict[str, float]:
+        samples, self.samples = self.samples, []
+        return self.trainer.train(step, plan, samples)
