@@ -125,6 +125,11 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
     if cfg.weights.delta and attempt("", server_dtype, cfg) == "float32":
         what = "weights.delta saves nothing with servers in float32: a step changes nearly every element"
         faults.append(f'{what}; set train.dtype or vllm.dtype = "bfloat16", or leave it out')
+    if cfg.weights.transport == "nccl" and not cfg.offline:
+        import torch  # takes seconds
+
+        if on_cpu() or not (cfg.ray.address or torch.cuda.is_available()):
+            faults.append('weights.transport = "nccl": there is no CUDA device here, or no vLLM that is built for it; set it to "shm" or "file"')
     attempt("", hooks.plugin_args, cfg)
     for key in sorted(set(hooks.POINTS) - {"reward.function", "rollout.dynamic_filter"}):
         for path in hooks.paths(cfg, key):
