@@ -184,7 +184,7 @@ class Fleet:
             for i, e in zip(self.serving(), faults):
                 if isinstance(e, EngineDown):  # dead, or alive with half a model: only a restart brings it back
                     if not isinstance(e, EngineSlow) and self._run(self._state(i)) is not None:
-                        refused.append(VimeError(f"engine {i} ({self.urls[i]}): weights v{version} did not take: {e.what}", f"see {path}"))
+                        refused.append(VimeError(f"engine {i} ({self.urls[i]}): weights v{version} did not take: {e.what}", f"see {path}" if path else "see its log"))
                     self._heal(i, self._current if refused else wanted, e)
             if refused:
                 raise refused[0]
