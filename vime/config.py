@@ -183,9 +183,7 @@ class ParallelConfig(Section):
 class WeightsConfig(Section):
     """Weights from trainer to servers, see docs/weights.md."""
 
-    transport: Literal["shm", "file", "nccl"] = Field(
-        "shm", description="shm: safetensors in /dev/shm; file: in the run folder (several hosts); nccl: from GPU to GPU, not run on GPUs yet"
-    )
+    transport: Literal["shm", "file", "nccl"] = Field("shm", description="shm: safetensors in /dev/shm; file: in the run folder; nccl: never run yet")
     in_flight: Literal["keep", "abort"] = Field(
         "keep", description="requests that run during an update: keep them in the server, or abort and continue them, token-exact"
     )
