@@ -389,7 +389,9 @@ class Cluster:
         fleet, tol = self.fleet, self.cfg.weights.canary_tol or (1e-3 if server_dtype(self.cfg) == "float32" else 0.25)
         assert fleet
         with fleet.lock:  # while a server is healed, the trainer must not go on from the weights that it is healed with
-            new, canary = self.gather([t.call.remote("publish", version) for t in self.trainers], "trainer rank", f"publishing v{version}")[0]
+            receivers = fleet.hold() if self.cfg.weights.transport == "nccl" else None
+            refs = [t.call.remote("publish", version, receivers) for t in self.trainers]
+            new, canary = self.gather(refs, "trainer rank", f"publishing v{version}")[0]
             if self.cfg.weights.post_write:
                 assert self.router
                 args = hooks.plugin_args(self.cfg, self.router.url)
@@ -397,7 +399,7 @@ class Cluster:
             if self.cfg.rollout.colocate:
                 fleet.wake()
             proof = canary if self.cfg.weights.canary else None
-            fleet.publish(version, new.path, proof, tol, new.deltas, lambda: self.whole(version))
+            fleet.publish(version, new.path, proof, tol, new.deltas, lambda: self.whole(version), sent=receivers is not None)
         return new.metrics | ({"weights/delta_refused": float(fleet.delta_refused)} if self.cfg.weights.delta else {})
 
     def whole(self, version: int) -> str:

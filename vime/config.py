@@ -183,12 +183,13 @@ class ParallelConfig(Section):
 class WeightsConfig(Section):
     """Weights from trainer to servers, see docs/weights.md."""
 
-    transport: Literal["shm", "file"] = Field("shm", description="shm: safetensors in /dev/shm; file: in the run folder (several hosts)")
+    transport: Literal["shm", "file", "nccl"] = Field("shm", description="shm: safetensors in /dev/shm; file: in the run folder; nccl: never run yet")
     in_flight: Literal["keep", "abort"] = Field(
         "keep", description="requests that run during an update: keep them in the server, or abort and continue them, token-exact"
     )
     delta: bool = Field(False, description="publish only the elements that changed; servers keep a copy and check the result's checksum")
     delta_full_every: int | None = Field(None, ge=2, description="with delta: every how many versions one is published whole; unset: 20")
+    buffer_size: int = Field(512 << 20, ge=1, description="bytes of weights that are gathered and sent at once (a larger tensor goes alone)")
     post_write: str | None = Field(None, description="plug-in: called when new weights are written, before the servers load them")
     canary: bool = Field(True, description="after each publish compare the servers' logprobs of a fixed prompt with the trainer's")
     canary_tol: float | None = Field(None, gt=0, description="largest mean |difference| accepted; unset: 1e-3 in float32, 0.25 in bfloat16")

@@ -40,6 +40,10 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
     if cfg.weights.delta_full_every and not cfg.weights.delta:
         faults.append("weights.delta_full_every has no meaning without weights.delta: every version is published whole")
+    if cfg.weights.transport == "nccl":
+        unfit = {"weights.delta": cfg.weights.delta, "weights.post_write": cfg.weights.post_write, "rollout.colocate": r.colocate}
+        unfit["vllm.speculative_config"] = any("speculative_config" in s.vllm for s in cfg.servers)
+        faults += [f'weights.transport = "nccl" does not go with {k}: set it to "shm" or "file"' for k, v in unfit.items() if v]
     if cfg.engine and r.num_engines > 1:
         faults.append(f"rollout.num_engines = {r.num_engines} and {len(cfg.engine)} [[engine]] tables: leave one of them out")
     for i, table in enumerate(cfg.engine):

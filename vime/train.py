@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,11 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
     if cfg.weights.delta and attempt("", server_dtype, cfg) == "float32":
         what = "weights.delta saves nothing with servers in float32: a step changes nearly every element"
         faults.append(f'{what}; set train.dtype or vllm.dtype = "bfloat16", or leave it out')
+    if cfg.weights.transport == "nccl" and not cfg.offline:
+        lacks = "the vLLM here is built for the CPU" if on_cpu() else ""
+        if not lacks and not cfg.ray.address and not import_module("torch").cuda.is_available():  # seconds to import
+            lacks = "there is no CUDA device here"
+        faults += [f'weights.transport = "nccl": {lacks}; set it to "shm" or "file"'] * bool(lacks)
     attempt("", hooks.plugin_args, cfg)
     for key in sorted(set(hooks.POINTS) - {"reward.function", "rollout.dynamic_filter"}):
         for path in hooks.paths(cfg, key):

@@ -1,16 +1,21 @@
 """Every layout against one process, in float32: metrics, each gradient by name, updated weights, and what the servers would get."""
 
 import time
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from tests.integration.trainer_kit import VOCAB, Ranks, make_batch, make_cfg, make_model, one_rank, train_once
 from vime.config import Config
+from vime.trainer.parallel import whole_parts
 
 pytestmark = pytest.mark.layouts
 
@@ -153,6 +158,51 @@ def test_layout_equals_one_process(folder: Path, ranks: Ranks, single: dict[str,
     assert served.keys() == want["served"].keys() and apart(served, want["served"]) < 5e-3
     assert all(torch.equal(served[n], w) for n, w in got["weights"].items() if "experts" not in n)
     assert torch.tensor(got["canary"]).sub(torch.tensor(want["canary"])).abs().max() < 1e-2
+
+
+def gather(trainer: Any, cfg: Config, limit: int, takers: list[int]) -> tuple[Any, ...]:
+    """The weights as they are published, in bfloat16, and: the parts' sizes and numbers of tensors, gathered tensors by how often, whether
+    an earlier part was still there."""
+    trainer.setup()
+    gathered, original = Counter[int](), DTensor.full_tensor
+
+    def counting(self: DTensor, *args: Any, **kw: Any) -> torch.Tensor:
+        gathered[self.numel()] += 1
+        assert self.dtype == torch.bfloat16
+        return original(self, *args, **kw)
+
+    forms, parts = whole_parts(trainer.model, torch.bfloat16, limit, "cpu", takers)
+    got: dict[str, torch.Tensor] = {}
+    sizes, held, kept = [], list[weakref.ref[torch.Tensor]](), False
+    with patch.object(DTensor, "full_tensor", counting):
+        for part in parts:
+            kept |= any(r() is not None for r in held)
+            held = [weakref.ref(t) for t in part.values()]
+            sizes.append((sum(t.nbytes for t in part.values()), len(part)))
+            for name in list(part):
+                got[name] = part.pop(name).clone()
+    assert not got or [(n, t.shape, t.dtype) for n, t in forms.items()] == [(n, t.shape, t.dtype) for n, t in got.items()]
+    return got, sizes, sum(gathered.values()), kept, len(forms)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "takers"),
+    [("llama", "fsdp=2", [0, 1]), ("qwen3", "tp=2 pp=2", [0, 1]), ("qwen3", "fsdp=2 pp=2", [1]), ("moe", "fsdp=2 pp=2 ep=2", [0]), ("moe", "tp=2 ep=2", [0, 1])],
+)  # fmt: skip
+def test_each_weight_is_gathered_once_in_parts_of_bounded_size(folder: Path, ranks: Ranks, model: str, layout: str, takers: list[int]) -> None:
+    cfg, limit = config_of(folder, model, layout), 5000
+    results = ranks(gather, cfg, limit, takers)
+    assert not any(isinstance(r, Exception) for r in results), results
+    file = {k: v.bfloat16() for k, v in load_file(folder / model / "model.safetensors").items()}
+    for rank, (got, sizes, _, kept, _) in enumerate(results):
+        assert got.keys() == (file.keys() if rank in takers else set()) and all(torch.equal(t, file[n]) for n, t in got.items())
+        assert not kept, "an earlier part is still in memory"
+        # one tensor here is the layer's experts there
+        assert all(size <= limit or n == 1 or model == "moe" for size, n in sizes) and len(sizes) > 8
+    per_stage = cfg.parallel.ranks // cfg.parallel.pp
+    with one_rank(config_of(folder, model)) as t:
+        own = len([n for n in t.model.state_dict() if n not in (t.model.all_tied_weights_keys or {})])
+    assert sum(r[2] for r in results[::per_stage]) == own
 
 
 def step_and_save(trainer: Any, cfg: Config, out: str) -> None:

@@ -67,6 +67,8 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["algo.policy_loss=gpg", "algo.correction=rollout_logprobs"], "nothing corrects for"),
         (["algo.custom_advantage=m:f", "algo.kl_coef=0.1"], "custom_advantage sets every token's advantage"),
         (["algo.rejection=seq_mean_k3"], "needs rejection_high"),
+        (["weights.transport=nccl", "weights.delta=true"], 'weights.transport = "nccl" does not go with weights.delta'),
+        (["weights.transport=nccl", 'vllm.speculative_config={"model":"m"}'], "does not go with vllm.speculative_config"),
         (["algo.rejection_high=2"], "algo.rejection, which is unset"),
         (["algo.rejection=seq_mean_k3", "algo.rejection_high=2", "algo.rejection_low=1"], "rejection_low bounds ratios"),
         (["algo.rejection=seq_sum_k1", "algo.rejection_high=2", "algo.rejection_low=3"], "every sample would be dropped"),

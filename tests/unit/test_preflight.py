@@ -162,3 +162,11 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
     code = "import sys; from vime import model; print(model.faults(sys.argv[1]), {'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[] set()\n", done.stderr
+
+
+def test_nccl_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path / "m")
+    for cpu, said in ((True, "the vLLM here is built for the CPU"), (False, "there is no CUDA device here")):
+        monkeypatch.setattr("vime.train.on_cpu", lambda cpu=cpu: cpu)
+        assert faults(tmp_path, weights={"transport": "nccl"}) == [f'  weights.transport = "nccl": {said}; set it to "shm" or "file"']
+    assert faults(tmp_path, weights={"transport": "nccl"}, ray={"address": "head:6379"}) == [], "the GPUs are elsewhere"

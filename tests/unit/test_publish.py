@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from vime import config
 from vime.errors import VimeError
-from vime.weights import Published, delta
+from vime.weights import Published, Receiver, delta, routes
 from vime.weights.publish import Publisher, write_file
 
 
@@ -129,3 +131,16 @@ def test_whole_weights_on_demand_and_after_a_failure(tmp_path, monkeypatch):
     new = run.publish()
     run.check(new)
     assert new.deltas == ()
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=20), st.integers(1, 64))
+def test_every_server_has_one_sender_and_a_place_in_its_group(workers: list[int], ranks: int) -> None:
+    receivers = [Receiver(i, f"http://h:{i}", n, 0) for i, n in enumerate(workers)]
+    plan = routes(receivers, ranks)
+    senders = [r.sender for r in plan]
+    assert len(plan) == min(len(receivers), ranks) and senders[0] == 0 and senders == sorted(set(senders)) and senders[-1] < ranks
+    assert sorted(r for route in plan for r, _ in route.receivers) == receivers
+    for route in plan:
+        taken = [0, *(offset + k for r, offset in route.receivers for k in range(r.workers))]
+        assert taken == list(range(route.size)), "ranks of a group that nobody or two would take"
+    assert max(len(r.receivers) for r in plan) - min(len(r.receivers) for r in plan) <= 1

@@ -13,7 +13,7 @@ from vime.errors import VimeError
 from vime.rollout import gauges
 from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
-from vime.weights import UNTOUCHED, Canary
+from vime.weights import UNTOUCHED, Canary, Receiver
 
 T = TypeVar("T")
 INTERVAL = 2.0  # seconds between two looks at every server
@@ -27,7 +27,8 @@ class Weights(NamedTuple):
     canary: Canary | None
     tol: float
     deltas: tuple[str, ...] = ()  # to lay over `path`, in order
-    whole: Callable[[], str] | None = None  # makes one file of them, for servers that refuse the deltas
+    whole: Callable[[], str] | None = None  # makes one file of them, for servers that refuse the deltas or, without a `path`, have none
+    sent: bool = False  # to every server that serves: they have them already
 
 
 class Fleet:
@@ -48,6 +49,7 @@ class Fleet:
         self.counts = {"engine_restarts": 0, "router_restarts": 0, "idle_alarm": 0}
         self.changed: Callable[[], None] = lambda: None  # called when a server or the router has another process, or their number changed
         self.delta_refused = 0
+        self.loads = 0  # of weights as files, which is what a new process gets first
         self._clients = [EngineClient(u) for u in urls]
         self._current: Weights | None = None
         self._slow = [0] * len(urls)
@@ -150,6 +152,14 @@ class Fleet:
         """End every request on every server; each gives back what it has. A dead server has none."""
         self._each(lambda c: c.post(ABORT, {}, timeout=10), range(len(self.urls)))  # one that is being drained, too
 
+    def hold(self) -> list[Receiver]:
+        """For weights that trainer ranks send: bring back what is dead, then pause every server. `publish` must follow."""
+        with self.lock:
+            for i in self.serving():
+                self._mend(i)
+            self._each(lambda c: c.pause(self.in_flight))
+            return [Receiver(i, self.urls[i], self._run(self._clients[i].world_size()), self.loads) for i in self.serving()]
+
     def publish(
         self,
         version: int,
@@ -158,21 +168,23 @@ class Fleet:
         tol: float = 1e-3,
         deltas: tuple[str, ...] = (),
         whole: Callable[[], str] | None = None,
+        sent: bool = False,
     ) -> None:
         """Bring weights `version`, the safetensors at `path` under `deltas`, to every server, one that dies meanwhile included, and prove
-        that they took. Servers read only what they have not; one that refuses a delta gets the file that `whole()` makes.
+        that they took. Servers read only what they have not; one that refuses a delta gets the file that `whole()` makes. Those that were
+        `sent` since `hold` are only proven.
 
         Raises: VimeError, one line naming engine and URL, where a server refuses the weights (it then serves the last good ones), where its
         logprobs of the canary differ by more than `tol` on average, or where it can't be brought back.
         """
         wanted = Weights(version, path, canary, tol, deltas, whole)
         with self.lock:
-            faults = self._run(self._apply_all(wanted))
+            faults = self._run(self._apply_all(wanted._replace(sent=sent)))
             refused = [e for e in faults if e and not isinstance(e, EngineDown)]
             for i, e in zip(self.serving(), faults):
                 if isinstance(e, EngineDown):  # dead, or alive with half a model: only a restart brings it back
                     if not isinstance(e, EngineSlow) and self._run(self._state(i)) is not None:
-                        refused.append(VimeError(f"engine {i} ({self.urls[i]}): weights v{version} did not take: {e.what}", f"see {path}"))
+                        refused.append(VimeError(f"engine {i} ({self.urls[i]}): weights v{version} did not take: {e.what}", f"see {path}" if path else "see its log"))
                     self._heal(i, self._current if refused else wanted, e)
             if refused:
                 raise refused[0]
@@ -191,7 +203,11 @@ class Fleet:
     async def _apply(self, i: int, w: Weights) -> None:
         """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
         c, at = self._clients[i], f"engine {i} ({self.urls[i]}): weights v{w.version} did not take"
-        info = {"update_info": {"path": w.path, "deltas": w.deltas}}
+        if w.sent:
+            return await self._confirm(i, w)
+        path = w.path or (await asyncio.to_thread(w.whole) if w.whole else "")
+        info = {"update_info": {"path": path, "deltas": w.deltas}}
+        self.loads += 1
         await c.post(INIT, {"init_info": {}})
         await c.pause(self.in_flight)
         await c.post(START)
@@ -211,6 +227,11 @@ class Fleet:
             await c.post(DRAFT_START)
             await c.post(UPDATE, info, timeout=1800)
         await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
+        await self._confirm(i, w)
+
+    async def _confirm(self, i: int, w: Weights) -> None:
+        """Let server i, which has loaded them, go on, and prove that they took."""
+        c, at = self._clients[i], f"engine {i} ({self.urls[i]}): weights v{w.version} did not take"
         await c.reset_prefix_cache()  # else new requests would build on keys and values of the old weights
         await c.post(RESUME)
         if (got := await c.weight_version()) != w.version:

@@ -187,6 +187,9 @@ class EngineClient:
     async def weight_version(self, timeout: float = 60) -> int:
         return version_of((await self._json("GET", INFO, timeout=timeout)).get("weight_version"))
 
+    async def world_size(self) -> int:
+        return int((await self._json("GET", "/get_world_size"))["world_size"])
+
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests recompute theirs. Raises EngineDown where blocks can't be freed."""
         got = await self._json("POST", RESET_PREFIX_CACHE, query={"reset_running_requests": "true"})

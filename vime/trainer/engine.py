@@ -35,7 +35,7 @@ from vime.trainer.pipeline import Job, Pipeline
 from vime.trainer.returns import per_token
 from vime.trainer.routing import Replay
 from vime.trainer.vision import Vision
-from vime.weights import Canary, Published, location
+from vime.weights import Canary, Published, Receiver, location
 from vime.weights.publish import Publisher, canary_tokens
 
 
@@ -397,9 +397,9 @@ class Trainer:
         for moments in optimizer.state.values() if self.cfg.train.offload == "optimizer" else ():
             moments |= {k: moments[k].to(device) for k in ("exp_avg", "exp_avg_sq") if k in moments}
 
-    def publish(self, version: int) -> tuple[Published | None, Canary]:
-        """Write weights `version` for the servers. Returns the files, on rank 0, and the canary that proves that the servers took them."""
-        published = self.publisher.publish(self.model, version)
+    def publish(self, version: int, receivers: list[Receiver] | None = None) -> tuple[Published | None, Canary]:
+        """Write weights `version` for the servers, or send them. Returns the files, on rank 0, and the canary that proves that they took."""
+        published = self.publisher.publish(self.model, version, receivers)
         tokens = canary_tokens(self.model.config.get_text_config().vocab_size, getattr(self.model.config, "image_token_id", None))
         n = len(tokens) - 1
         probe = Sample(tokens=tokens, response_length=n, loss_mask=[1] * n, rollout_log_probs=[0.0] * n)

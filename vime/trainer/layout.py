@@ -41,7 +41,6 @@ class Layout:
         self.count = p.pp * p.pp_interleave
         self.stages = range(self.pp, self.count, p.pp)  # of the pipeline, that this rank holds
         self.first, self.last = self.pp == 0, self.pp == p.pp - 1
-        self.leader = self.dp == self.cp == self.tp == 0  # of its stages
 
     def layers(self, stage: int, total: int) -> range:
         """Decoder layers of a stage of the pipeline."""
@@ -119,22 +118,6 @@ class Layout:
         if self.p.pp > 1:
             dist.all_reduce(total, group=self.pp_group)
         return float(total.sqrt())
-
-    def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Bring the tensors of all stages, each on its leader's CPU, to rank 0. For leaders only."""
-        mine = [(name, t.shape, t.dtype) for name, t in tensors.items()]
-        heads: list[Any] | None = [None] * self.p.pp if self.first else None
-        dist.gather_object(mine, heads, group=self.pp_group, group_dst=0)
-        if not heads:
-            for t in tensors.values():
-                dist.send(t.to(self.device).contiguous(), group=self.pp_group, group_dst=0)
-            return {}
-        for stage, head in enumerate(heads[1:], 1):
-            for name, shape, dtype in head:
-                t = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(t, group=self.pp_group, group_src=stage)
-                tensors[name] = t.cpu()
-        return tensors
 
 
 def local(t: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
@@ -139,31 +139,59 @@ def load_model(
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out. A collective."""
-    out = {name: t for part in whole_layers(model, dtype) for name, t in part.items()}
-    layout: Layout = model.layout
-    return layout.collect(out) if layout.leader and layout.p.pp > 1 else out
+    return {name: t for part in whole_parts(model, dtype, 1 << 30)[1] for name, t in part.items()}
 
 
-def whole_layers(model: PreTrainedModel, dtype: torch.dtype, meta: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-    """As full_tensors, one decoder layer after the other (what lies outside of them one by one), so that no more than that is ever whole.
-    Of this rank's stages of a pipeline only, on their leader. With `meta` tensors without data, on every rank, and not a collective."""
-    tied = set(model.all_tied_weights_keys or {})
-    layers: dict[str, dict[str, torch.Tensor]] = {}
+def whole_parts(
+    model: PreTrainedModel, dtype: torch.dtype, limit: int, device: torch.device | str = "cpu", takers: Collection[int] = (0,)
+) -> tuple[dict[str, torch.Tensor], Iterator[dict[str, torch.Tensor]]]:
+    """As full_tensors, in parts of a decoder layer's weights, `limit` bytes at most, no two of which are whole at once; a larger tensor is a
+    part of its own, as is a layer of an architecture that makes one weight of several. Each is gathered once, in `dtype`; what other
+    stages of a pipeline hold comes through the first one, whose ranks `takers` are.
+
+    Returns: all tensors without data, and the parts in their order, on `device` of the takers, empty elsewhere. Call and iteration are
+    collectives.
+    """
+    layout, tied = model.layout, dict(model.all_tied_weights_keys or {})
+    left_out = {*tied, *(tied.values() if layout.pp else ())}  # a tied embedding lies at both ends of a pipeline
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    together = any(isinstance(c, WeightConverter) and len(c.target_patterns) > 1 for c in conversions)
+    parts, unit, room = list[dict[str, tuple[torch.Tensor, torch.dtype]]](), "", 0
     for name, value in model.state_dict().items():
-        if name not in tied:
-            layer = re.match(r".*?\.layers\.\d+\.", name)
-            layers.setdefault(layer[0] if layer else name, {})[name] = value
-    for part in layers.values():
-        out = {}
-        for name, value in part.items():
-            kind = dtype if value.is_floating_point() else value.dtype
-            if meta:
-                out[name] = torch.empty(value.shape, dtype=kind, device="meta")
-                continue
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            if model.layout.leader:
-                out[name] = full.to("cpu", kind)
-        yield revert_weight_conversion(model, out) if out else out
+        if name not in left_out:
+            layer, kind = re.match(r".*?\.layers\.\d+\.", name), dtype if value.is_floating_point() else value.dtype
+            before, unit, size = unit, layer[0] if layer else name, value.numel() * kind.itemsize
+            if unit != before or (size > room and not together):
+                parts.append({})
+                room = limit
+            parts[-1][name], room = (value, kind), room - size
+    empty = ({n: torch.empty(v.shape, dtype=kind, device="meta") for n, (v, kind) in part.items()} for part in parts)
+    own = [[(n, t.shape, t.dtype) for n, t in revert_weight_conversion(model, part).items()] for part in empty]
+    stages: list[Any] = [own] * layout.p.pp
+    if layout.p.pp > 1:
+        dist.all_gather_object(stages, own, group=layout.pp_group)
+    takes = dist.get_rank() % (layout.world // layout.p.pp) in takers  # or what it sends goes to a rank that does
+
+    def stream() -> Iterator[dict[str, torch.Tensor]]:
+        for stage, forms in enumerate(stages):
+            for i, form in enumerate(forms if stage == layout.pp or (takes and layout.first) else ()):
+                part = {}
+                for name, (value, kind) in parts[i].items() if stage == layout.pp else ():
+                    cut = value.to(kind)
+                    full = cut.full_tensor() if isinstance(cut, DTensor) else cut
+                    if takes:
+                        part[name] = full.to(device if layout.first else layout.device)
+                    del cut, full
+                part = revert_weight_conversion(model, part) if part else part
+                for name, shape, kind in form if takes and stage else ():
+                    if layout.first:
+                        dist.recv(t := torch.empty(shape, dtype=kind, device=layout.device), group=layout.pp_group, group_src=stage)
+                        part[name] = t.to(device)
+                    else:
+                        dist.send(part.pop(name).contiguous(), group=layout.pp_group, group_dst=0)
+                yield part
+
+    return {name: torch.empty(shape, dtype=kind, device="meta") for forms in stages for form in forms for name, shape, kind in form}, stream()
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +24,40 @@ class Canary:
 class Published(NamedTuple):
     """Weights of one version as files: a whole one and the deltas to lay over it, none unless weights.delta is set."""
 
-    path: str
+    path: str  # "": they were sent, and are written when a server needs them
     deltas: tuple[str, ...]
     metrics: dict[str, float]  # weights/bytes of the newest file, weights/full_bytes, ...
+
+
+class Receiver(NamedTuple):
+    """A server that takes weights over NCCL."""
+
+    engine: int
+    url: str
+    workers: int  # its processes that hold a part of the model, TP x PP x DP
+    epoch: int  # another number where its process may be another one
+
+
+class Route(NamedTuple):
+    """One NCCL group: trainer rank `sender` is number 0 in it, the workers of each server follow from that server's offset on."""
+
+    sender: int
+    receivers: list[tuple[Receiver, int]]  # with their offsets
+    size: int
+
+
+def routes(receivers: list[Receiver], ranks: int) -> list[Route]:
+    """Deal the servers out to as many of trainer ranks 0 to `ranks` - 1 as can send at once: rank 0, and others as far apart as may be."""
+    n = min(len(receivers), ranks)
+    dealt = [receivers[k::n] for k in range(n)]
+    ends = [list(accumulate((r.workers for r in part), initial=1)) for part in dealt]
+    return [Route(k * ranks // n, list(zip(dealt[k], ends[k])), ends[k][-1]) for k in range(n)]
 
 
 def location(cfg: Config) -> Path:
     """Folder of the published files. With transport "shm" it lies in /dev/shm, named after the run's folder, and outlives the
     processes: whoever ends the run removes it."""
-    if cfg.weights.transport == "file":
+    if cfg.weights.transport != "shm":
         return cfg.folder.resolve() / "weights"
     return Path("/dev/shm") / f"vime-{hashlib.sha256(str(cfg.folder.resolve()).encode()).hexdigest()[:16]}"
 

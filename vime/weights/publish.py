@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from vime.config import Config
 from vime.errors import VimeError
-from vime.trainer.parallel import agree, full_tensors, whole_layers
-from vime.weights import Published, delta, location, server_dtype
+from vime.trainer.parallel import agree, whole_parts
+from vime.weights import Published, Receiver, delta, location, routes, server_dtype
 
 FULL_EVERY = 20
 CANARY_LENGTH = 24
@@ -33,26 +33,59 @@ class Publisher:
         self.chain: list[Path] = []  # of the newest version: a whole file, then deltas
         self.version = -1
         self.last: delta.State = {}
+        self.sender: Any = None  # of this rank, over NCCL
         self.checksum = ""
 
-    def publish(self, model: PreTrainedModel, version: int) -> Published | None:
-        """Write weights `version` under Hugging Face names (tied copies left out). A collective. A file appears whole or not at all;
-        without room for it every rank raises VimeError. Returns: the files, on rank 0."""
+    def publish(self, model: PreTrainedModel, version: int, receivers: list[Receiver] | None = None) -> Published | None:
+        """Write weights `version` under Hugging Face names (tied copies left out), or send them to `receivers`. A collective. A file appears
+        whole or not at all; without room for it every rank raises VimeError. Returns: the files, on rank 0."""
         dtype = getattr(torch, server_dtype(self.cfg))
-        if self.cfg.weights.delta or self.cfg.parallel.pp > 1:  # rank 0 keeps all of them anyway, or gets them from other stages
-            tensors, parts = full_tensors(model, dtype), None
-        else:
-            tensors, parts = {n: t for p in whole_layers(model, dtype, meta=True) for n, t in p.items()}, whole_layers(model, dtype)
+        if receivers:
+            return self.send(model, dtype, version, receivers)
+        tensors, parts = whole_parts(model, dtype, self.cfg.weights.buffer_size)
+        if self.cfg.weights.delta:  # rank 0 keeps all of them anyway
+            tensors = {name: t for part in parts for name, t in part.items()}
         out, error = None, None
         if self.rank == 0:
             try:
-                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version, parts)
+                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version, None if self.cfg.weights.delta else parts)
             except VimeError as e:
                 error = e
-        for _ in parts or ():  # the other ranks, and rank 0 after an error: gathering is collective
+        for _ in parts:  # the other ranks, and rank 0 after an error: gathering is collective
             pass
         agree(error)
         return out
+
+    def send(self, model: PreTrainedModel, dtype: torch.dtype, version: int, receivers: list[Receiver]) -> Published | None:
+        """Over NCCL, by several ranks at once for several servers. Rank 0 keeps a copy in host memory, for servers that start later."""
+        from vime.weights.vllm_nccl import Sender  # importing vLLM takes seconds
+
+        device, size = model.layout.device, self.cfg.weights.buffer_size
+        plan = routes(receivers, model.layout.world // model.layout.p.pp)
+        forms, parts = whole_parts(model, dtype, size, device, {r.sender for r in plan})
+        self.version = -1  # until all of them are there
+
+        def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+            for part in parts:
+                for name in list(part):
+                    if self.rank == 0:
+                        self.last[name] = part[name].to("cpu", copy=True)
+                    yield name, part.pop(name)
+
+        for route in (r for r in plan if r.sender == self.rank):
+            if not self.sender or self.sender.route != route:
+                if self.sender:
+                    self.sender.close()
+                self.sender = Sender(route, device, size, self.cfg.train.step_timeout)
+            self.sender.send(version, forms, pairs())
+        for _ in pairs():  # on the other ranks: gathering is collective
+            pass
+        if self.rank:
+            return None
+        for path in self.folder.glob("v*.safetensors"):  # of an older version
+            path.unlink()
+        self.version, sent = version, float(delta.size(forms))
+        return Published("", (), {"weights/bytes": sent, "weights/full_bytes": sent, "weights/senders": float(len(plan))})
 
     def write(self, tensors: delta.State, version: int, parts: Iterable[delta.State] | None = None) -> Published:
         """As publish, for weights that are whole and on the CPU; with `parts`, where `tensors` are without data, those that come one by one."""
@@ -88,12 +121,13 @@ class Publisher:
         return Published(str(self.chain[0]), tuple(str(p) for p in self.chain[1:]), metrics)
 
     def whole(self, version: int) -> str:
-        """Weights `version`, the newest, as one file, on rank 0 alone: for servers that refuse their deltas. Returns its path."""
+        """Weights `version`, the newest, as one file, on rank 0 alone: for servers that refuse their deltas or missed what was sent. Returns
+        its path."""
         path = self.folder / f"v{version}.safetensors"
         if not path.exists():
             if version != self.version or not self.last:
                 raise VimeError(f"weights v{version} are wanted whole, but the trainer holds v{self.version}")
-            self.chain = [self.save(version, self.last, {"checksum": self.checksum, "version": str(version)})]
+            self.chain = [self.save(version, self.last, {"checksum": self.checksum, "version": str(version)} if self.checksum else {})]
         return str(path)
 
     def save(

@@ -23,28 +23,38 @@ from vime.weights.vllm_routing import return_routed_experts
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing: files need no rendezvous."""
+    """Files need no rendezvous. nccl: what vLLM's own engine wants to know of one."""
+
+    nccl: dict[str, Any] | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     path: str = ""
     deltas: list[str] = field(default_factory=list)
+    nccl: dict[str, Any] | None = None
 
 
 class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads a whole model from disk or shared memory through vLLM's layerwise reload, and mends what vLLM's CPU build leaves stale."""
+    """Loads a whole model from disk or shared memory through vLLM's layerwise reload, and mends what vLLM's CPU build leaves stale. Over
+    NCCL vLLM's own engine does the loading; a server that missed an update still gets it as a file."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _begun = False
+    _nccl: Any = None
 
     def __init__(self, *args: Any, **kw: Any):
         super().__init__(*args, **kw)
         self._held = Held()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
+        if init_info.nccl:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            self.shutdown()
+            self._nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
+            self._nccl.init_transfer_engine(self._nccl.parse_init_info(init_info.nccl))
 
     def start_weight_update(self) -> None:
         self._begun = False
@@ -54,6 +64,10 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raises ValueError beginning with UNTOUCHED for files that can't be read or taken, without it where the model is half loaded."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if update_info.nccl:
+            initialize_layerwise_reload(self.model)
+            self._begun = True
+            return self._nccl.receive_weights(self._nccl.parse_update_info(update_info.nccl))
         try:  # a missing, cut or foreign file is found before the model is touched
             weights = self._held.read(update_info.path, update_info.deltas)
         except (OSError, SafetensorError, ValueError) as e:
@@ -74,7 +88,8 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         _repack(self.model)
 
     def shutdown(self) -> None:
-        pass
+        if self._nccl:
+            self._nccl.shutdown()
 
 
 def _repack(model: torch.nn.Module) -> None:
