@@ -25,8 +25,8 @@ MODELS: dict[str, dict[str, Any]] = {  # the untied head's 62 rows are 31 for ea
     "moe": {"kind": "qwen3_moe", "tied": False, "vocab_size": VOCAB + 1, **MOE},
     "replay": {"kind": "qwen3_moe", "tied": False, "vocab_size": VOCAB + 1, **MOE},  # of random routing, and with recomputation
     "heads2": {"kind": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, **DENSE},
-    "heads3": {"kind": "llama", "num_attention_heads": 3, "num_key_value_heads": 1, **DENSE},
-    "heads6": {"kind": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, **DENSE},
+    "heads3": {"kind": "qwen3", "num_attention_heads": 3, "num_key_value_heads": 1, **DENSE},
+    "heads6": {"kind": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, **DENSE},
 }
 TABLE = [
     ("llama", "fsdp=2"), ("qwen3", "tp=2"), ("llama", "tp=2"), ("llama", "cp=2"), ("llama", "pp=2"), ("qwen3", "pp=2"),

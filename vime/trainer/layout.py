@@ -52,7 +52,7 @@ class Layout:
     def meet(self, heads: int) -> None:
         """Make the groups for attention with that many heads on a TP rank: they are dealt out as far as they go, over the rest there is a ring."""
         p, deal = self.p, math.gcd(self.p.cp, heads)
-        if p.cp == 1 or heads in self.cp_groups:
+        if heads in self.cp_groups:
             return
         groups: tuple[Any, Any] = (self.cp_group, None) if deal == p.cp else (None, self.cp_group)
         if 1 < deal < p.cp:
@@ -65,7 +65,8 @@ class Layout:
     def distribute(self, model: PreTrainedModel, policy: MixedPrecisionPolicy) -> None:
         """Cut a model whose weights are not there yet (transformers then reads each rank's part only): stages, TP and EP, then FSDP."""
         base: Any = model.get_decoder()
-        self.meet(model.config.get_text_config().num_attention_heads // self.p.tp)
+        if self.p.cp > 1:
+            self.meet(model.config.get_text_config().num_attention_heads // self.p.tp)
         model.layout, model.partial_gradients = self, set[str]()
         tied = bool(model.all_tied_weights_keys)
         model.tie_weights()  # before FSDP sees the model: it must treat tied layers' weight as one
