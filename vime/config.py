@@ -166,7 +166,7 @@ class ParallelConfig(Section):
     ep: int = Field(1, ge=1, description="expert parallelism: experts spread over this many of a stage's fsdp x cp x tp ranks")
     pp: int = Field(1, ge=1, description="pipeline parallelism: stages of consecutive layers (1F1B)")
     pp_interleave: int = Field(1, ge=1, description="stages on each pipeline rank (interleaved 1F1B)")
-    cp: int = Field(1, ge=1, description="context parallelism: pieces of each packed row (Ulysses)")
+    cp: int = Field(1, ge=1, description="context parallelism: pieces of each packed row (Ulysses, a ring where heads run out)")
 
     @property
     def ranks(self) -> int:

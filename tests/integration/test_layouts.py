@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.integration.trainer_kit import VOCAB, Ranks, make_batch, make_cfg, make_model, one_rank, train_once
 from vime.config import Config
+from vime.sample import Sample
+from vime.trainer import ring
 from vime.trainer.parallel import whole_parts
 
 pytestmark = pytest.mark.layouts
@@ -25,6 +28,10 @@ MODELS: dict[str, dict[str, Any]] = {  # the untied head's 62 rows are 31 for ea
     "llama": {"kind": "llama", "tied": False, "vocab_size": VOCAB + 1, **DENSE},
     "qwen3": {"kind": "qwen3", "tied": True, **DENSE},
     "moe": {"kind": "qwen3_moe", "tied": False, "vocab_size": VOCAB + 1, **MOE},
+    "replay": {"kind": "qwen3_moe", "tied": False, "vocab_size": VOCAB + 1, **MOE},  # of random routing, and with recomputation
+    "heads2": {"kind": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, **DENSE},
+    "heads3": {"kind": "qwen3", "num_attention_heads": 3, "num_key_value_heads": 1, **DENSE},
+    "heads6": {"kind": "llama", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48, **DENSE},
 }
 TABLE = [
     ("llama", "fsdp=2"), ("qwen3", "tp=2"), ("llama", "tp=2"), ("llama", "cp=2"), ("llama", "pp=2"), ("qwen3", "pp=2"),
@@ -34,6 +41,11 @@ TABLE = [
     ("moe", "fsdp=2"), ("moe", "fsdp=2 ep=2"), ("moe", "tp=2 ep=2"), ("moe", "cp=2 ep=2"), ("moe", "pp=2"), ("moe", "fsdp=4 ep=2"),
     ("moe", "fsdp=4 ep=4"), ("moe", "fsdp=2 tp=2 ep=2"), ("moe", "fsdp=2 tp=2 ep=4"), ("moe", "fsdp=2 cp=2 ep=4"), ("moe", "tp=2 cp=2 ep=4"),
     ("moe", "fsdp=2 pp=2 ep=2"), ("moe", "tp=2 pp=2 ep=2"), ("moe", "cp=2 pp=2 ep=2"),
+    # Heads run out: a ring of cp, or of 2 with heads dealt out to 2.
+    ("heads3", "cp=2"), ("heads3", "cp=4"), ("heads3", "fsdp=2 cp=2"), ("heads3", "cp=2 pp=2"), ("heads2", "cp=4"), ("heads6", "cp=4"),
+    ("heads6", "tp=2 cp=2"),
+    ("replay", "fsdp=2"), ("replay", "cp=2"), ("replay", "pp=2"), ("replay", "tp=2 ep=2"), ("replay", "fsdp=2 cp=2 ep=4"),
+    ("replay", "cp=2 pp=2 ep=2"), ("replay", "tp=2 pp=2 ep=2"), ("replay", "pp=2 pp_interleave=2"),
 ]  # fmt: skip
 SAME = ("loss", "pg_loss", "grad_norm", "entropy", "kl_loss", "ppo_kl", "pg_clipfrac", "logprob_abs_diff", "trained_tokens", "ppo_kl_first")
 
@@ -57,6 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, model: str, layout: str = "", **changes: Any) -> Config:
     algo = {"kl_loss_coef": 0.1, "entropy_coef": 0.01, "ref_model": str(folder / f"{model}-ref")} | changes.pop("algo", {})
     train = {"lr": 1e-3, "clip_grad": 1e9, "max_tokens_per_gpu": 64, "global_batch_size": 8, "logprob_chunk": 16} | changes.pop("train", {})
+    if model == "replay":
+        train["gradient_checkpointing"], changes["rollout"] = bool(layout), {"routing_replay": True}
     parallel = {k: int(v) for k, v in (x.split("=") for x in layout.split())}
     return make_cfg(folder / model, folder / (layout.replace(" ", ".") or "one"), algo=algo, train=train, parallel=parallel, **changes)
 
@@ -78,12 +92,29 @@ def observe(trainer: Any) -> list[dict[str, torch.Tensor]]:
     return seen
 
 
+def routed(batch: list[list[Sample]]) -> list[list[Sample]]:
+    """With experts at random of all but the last sampled token, in prompts the same for most samples of a group."""
+    rng = np.random.default_rng(0)
+
+    def choose(n: int) -> np.ndarray:
+        return rng.random((n, MOE["num_hidden_layers"], MOE["num_experts"])).argsort(-1)[..., : MOE["num_experts_per_tok"]].astype(np.uint8)
+
+    for members in batch:
+        prompt = choose(members[0].prompt_length)
+        for s in members:
+            last = s.prompt_length + max(i for i, m in enumerate(s.loss_mask) if m)
+            head = choose(len(prompt)) if s.index % 4 == 3 else prompt
+            s.rollout_routed_experts = np.concatenate([head, choose(last - len(head))])
+    return batch
+
+
 def run(trainer: Any, cfg: Config, seeds: list[int]) -> dict[str, Any]:
     """Two optimizer steps of several micro-batches for each seed, then a publish."""
     if not hasattr(trainer, "model"):
         trainer.setup()
     gradients, start = observe(trainer), time.monotonic()
-    metrics = [train_once(trainer, cfg, k + 1, make_batch(s)) for k, s in enumerate(seeds)]
+    ring.TILE = 8  # so that a row is several
+    metrics = [train_once(trainer, cfg, k + 1, routed(make_batch(s)) if trainer.replays else make_batch(s)) for k, s in enumerate(seeds)]
     seconds = time.monotonic() - start
     published, canary = trainer.publish(7)
     weights = {n: whole(p) for n, p in trainer.model.named_parameters()}
@@ -113,7 +144,8 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 def compare(got: dict[str, Any], want: dict[str, Any]) -> tuple[float, float, float]:
     """Largest difference of the metrics, the gradients, and the weights wherever Adam's step isn't made of rounding."""
-    pairs = [(x[f"train/{k}"], y[f"train/{k}"]) for x, y in zip(got["metrics"], want["metrics"], strict=True) for k in SAME]
+    same = (*SAME, "routing_flips") if "train/routing_flips" in want["metrics"][0] else SAME
+    pairs = [(x[f"train/{k}"], y[f"train/{k}"]) for x, y in zip(got["metrics"], want["metrics"], strict=True) for k in same]
     metric = max(abs(x - y) / max(1, abs(y)) for x, y in pairs)
     gradient = max(apart(a, b) for a, b in zip(got["gradients"], want["gradients"], strict=True))
     sure = {n: torch.stack([g[n].abs() for g in want["gradients"]]).amin(0) > 1e-4 for n in want["weights"]}

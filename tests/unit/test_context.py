@@ -26,7 +26,7 @@ def micro_batch(sizes: list[tuple[int, int]], first: int = 0) -> Pack:
 
 
 def place(p: ParallelConfig, cp: int, tp: int, pp: int = 0) -> Any:
-    return SimpleNamespace(p=p, cp=cp, tp=tp, last=pp == p.pp - 1, cp_group="group", device=torch.device("cpu"))
+    return SimpleNamespace(p=p, cp=cp, tp=tp, last=pp == p.pp - 1, cp_groups={}, device=torch.device("cpu"))
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), max_size=6)

@@ -121,7 +121,7 @@ def test_each_sample_finds_its_own_experts(rows: list[Any]) -> None:
         s.append_tokens([1] * tool, trainable=False)
         samples.append(s)
     p = pack([Item(s.index, s.group_index, 1.0, 1.0) for s in samples], {s.index: s for s in samples})
-    assert p.routing is not None
+    assert p.routing is not None and p.uses is not None and int(p.uses.sum()) == sum(len(s.tokens) - 1 for s in samples)
     for s, at in zip(p.samples, p.where):
         np.testing.assert_array_equal(p.routing[at][: s.routed], s.rollout_routed_experts)
         assert (p.routing[at][s.routed :] == -1).all()
@@ -150,12 +150,13 @@ def test_routers_of_every_family_obey(name: str) -> None:
     hidden = torch.randn(5, 16)
     _, weights, own = router(hidden)
     replay = Replay(model)
-    replay.rows = own[:, None].to(torch.int16)
+    replay.batch = SimpleNamespace(routing=own[:, None].to(torch.int16), uses=torch.tensor([1, 1, 1, 3, 2]))
     _, again, chosen = router(hidden)
     assert torch.equal(chosen, own) and torch.allclose(again, weights, atol=1e-6)
-    assert replay.take().tolist() == [0, 5]
+    assert replay.take().tolist() == [0, 8], "a token of several samples counts for each of them"
 
-    replay.rows = torch.tensor([[[3, 1]], [[-1, -1]], [[0, 7]], [[6, 5]], [[4, 2]]], dtype=torch.int16)
+    rows = torch.tensor([[[3, 1]], [[-1, -1]], [[0, 7]], [[6, 5]], [[4, 2]]], dtype=torch.int16)
+    replay.batch = SimpleNamespace(routing=rows, uses=torch.ones(5, dtype=torch.long))
     logits, some, chosen = router(hidden)
     assert chosen.tolist() == [[3, 1], own[1].tolist(), [0, 7], [6, 5], [4, 2]]
     want = logits.softmax(-1)[0, [3, 1]]

@@ -15,6 +15,7 @@ from vime.errors import VimeError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PARTIAL, DISPATCH = "replicated_with_grad_allreduce", "ep_dispatch_experts"
+SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")  # model types with attention sinks
 STYLES = ("colwise", "rowwise", "colwise_gather_output", PARTIAL)  # of transformers' plans: those that are tested
 
 
@@ -32,6 +33,7 @@ class Shape(NamedTuple):
     experts: int
     scaled: bool  # its forward changes embeddings that it is given, which a stage would do again
     sees: bool  # takes images
+    odd: str  # what its attention has that a ring cannot do, in words
     tp_plan: dict[str, str]
     ep_plan: dict[str, str]
 
@@ -49,8 +51,11 @@ def read(path: str) -> Shape:
         rest = (int(c["vocab_size"]), bool(c.get("tie_word_embeddings", _default(kind, "tie_word_embeddings"))), experts)
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise VimeError(f"{path}/config.json: {type(e).__name__}: {e}", "the layout of the trainer is checked against it") from e
+    value = {k: c.get(k, _default(kind, k)) for k in ("sliding_window", "use_sliding_window", "attn_logit_softcapping")}
+    window = "a sliding window" if value["sliding_window"] and value["use_sliding_window"] is not False else ""
+    odd = "soft-capped scores" if value["attn_logit_softcapping"] else "sinks" if kind in SINKS else window
     scaled = kind.startswith("gemma") or c.get("embedding_multiplier") not in (None, 1, 1.0)
-    return Shape(kind, *known, *rest, scaled, "vision_config" in tree, *(_default(kind, f"base_model_{a}_plan") or {} for a in ("tp", "ep")))
+    return Shape(kind, *known, *rest, scaled, "vision_config" in tree, odd, *(_default(kind, f"base_model_{a}_plan") or {} for a in ("tp", "ep")))
 
 
 def _default(kind: str, name: str) -> Any:
@@ -98,9 +103,9 @@ def faults(p: ParallelConfig, m: Shape) -> list[str]:
                 out.append(f"parallel.ep = {p.ep} does not divide fsdp x cp x tp = {p.fsdp * p.cp * p.tp}, the ranks that experts are spread over")
             elif (m.experts // p.ep) % others and m.hidden % others:
                 out.append(f"parallel.ep = {p.ep} leaves {others} ranks for each expert, which divide neither {m.experts // p.ep} experts nor their rows")
-    if p.cp > 1 and m.heads % p.tp == 0 and (m.heads // p.tp) % p.cp:
+    if m.odd and m.heads % p.tp == 0 and (m.heads // p.tp) % p.cp:
         what = f"{m.heads // p.tp} attention heads" + (f" of each of tp = {p.tp}" if p.tp > 1 else "")
-        out.append(f"parallel.cp = {p.cp} does not divide the {what}: Ulysses deals out heads (there is no ring attention)")
+        out.append(f"parallel.cp = {p.cp} does not divide the {what}, and attention of {m.kind!r} has {m.odd}, which the ring does not do")
     if p.pp == 1 and p.pp_interleave > 1:
         out.append("parallel.pp_interleave needs parallel.pp > 1")
     if p.pp > 1:
@@ -137,8 +142,6 @@ def check(cfg: Config) -> None:
     p = cfg.parallel
     if p.ranks == p.fsdp and p.ep == p.pp_interleave == 1:
         return  # any model allows that
-    if cfg.rollout.routing_replay:
-        raise VimeError(f"rollout.routing_replay is not shown to be right on {p}", "use parallel.fsdp alone with it")
     models = [cfg.model] + ([cfg.algo.ref_model] if cfg.needs_reference and cfg.algo.ref_model else [])
     found = [(path, read(path), fault) for path in models for fault in faults(p, read(path))]
     if found:
@@ -153,11 +156,13 @@ def describe(cfg: Config) -> str:
     p, m = cfg.parallel, read(cfg.model)
     stages = p.pp * p.pp_interleave
     sizes = sorted({(s + 1) * m.layers // stages - s * m.layers // stages for s in range(stages)})
+    deal = math.gcd(p.cp, m.heads // p.tp)
+    what = "whole rows" if deal == p.cp else f"1/{p.cp // deal} of each row, in a ring of {p.cp // deal} ranks"
     rows = [
         ("ranks", f"{p.ranks} = {p}" if p.ranks > 1 else "1"),
         ("samples", f"in {p.fsdp} share(s) (fsdp); {p.cp * p.tp * p.pp} rank(s) forward the same ones"),
         ("weights", f"layers in {p.fsdp * p.cp} FSDP shard(s)" + (f" of 1/{p.tp} of their columns" if p.tp > 1 else "")),
-        ("heads", f"{m.heads // p.tp} of {m.heads} on a rank" + (f", {m.heads // p.tp // p.cp} in attention, of whole rows" if p.cp > 1 else "")),
+        ("heads", f"{m.heads // p.tp} of {m.heads} on a rank" + (f", {m.heads // p.tp // deal} in attention, of {what}" if p.cp > 1 else "")),
     ]
     if p.pp > 1:
         how = "1F1B" if p.pp_interleave == 1 else "interleaved 1F1B"

@@ -1,8 +1,9 @@
 """One micro-batch on several ranks. Context parallelism cuts its packed row into equal pieces; the loss is dealt out by whole samples.
 
 The ranks of a replica (cp x tp) forward the same micro-batch. In attention the cp ranks trade sequence for heads (Ulysses, Jacobs et al.
-2023, arXiv:2309.14509) and see the whole row, as packing.py lays it out, for their heads. Behind the last layer each rank gets the hidden
-states of the samples whose loss it computes, wherever they lie, so that a loss may look at whole samples in every layout.
+2023, arXiv:2309.14509) and see the whole row, as packing.py lays it out, for their heads; where there are too few heads, a larger piece of
+it, and ring.py goes on from there. Behind the last layer each rank gets the hidden states of the samples whose loss it computes, wherever
+they lie, so that a loss may look at whole samples in every layout.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def lay_out(packs: Sequence[Pack], layout: Layout, pairs: bool = False) -> list[
 
 def _view(b: Pack, length: int, layout: Layout, pairs: bool) -> Pack:
     p, pad = layout.p, length - b.ids.shape[1]
-    # Padding attends to nothing: it reads the first token's attention output, and no loss reads it.
+    # Padding attends to nothing: it reads the first token's attention output (of a ring zeros), and no loss reads it.
     ids, positions, scatter = (F.pad(x, (0, pad)) for x in (b.ids, b.positions, b.scatter))
     routing = b.routing if b.routing is None else F.pad(b.routing, (0, 0, 0, 0, 0, pad), value=-1)
+    uses = b.uses if b.uses is None else F.pad(b.uses, (0, pad))
     parts = p.cp * p.tp
     sizes = np.array([sum(m > 0 for m in s.loss_mask) for s in b.samples], dtype=np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
@@ -61,7 +63,7 @@ def _view(b: Pack, length: int, layout: Layout, pairs: bool) -> Pack:
         b, ids=ids[:, mine], positions=positions[:, mine], scatter=scatter, routing=None if routing is None else routing[mine],
         rows=b.rows[tokens], labels=b.labels[tokens], advantages=b.advantages[tokens], weights=b.weights[tokens],
         rollout_log_probs=b.rollout_log_probs[tokens], support=support, samples=b.samples[first:last], where=b.where[first:last],
-        cp=layout.cp_group if p.cp > 1 else None,
+        uses=None if uses is None else uses[mine], cp=layout.cp_groups if p.cp > 1 else None,
         trained=[b.rows[ends[s.start] : ends[s.stop]] for s in peers],
         everything=[torch.cat([b.rows[:0], *b.where[s]]) for s in peers],
     )  # fmt: skip

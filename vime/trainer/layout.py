@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ class Layout:
         self.meshes = TransformersDeviceMesh(self.dense, self.expert)
         self.pp, self.dp, self.cp, self.tp = place.get_coordinate()
         self.pp_group, self.cp_group, self.tp_group = (place.get_group(axis) for axis in ("pp", "cp", "tp"))
+        self.cp_groups: dict[int, tuple[Any, Any]] = {}  # by heads (of a TP rank): who deals them out, and the ring, or None
         self.count = p.pp * p.pp_interleave
         self.stages = range(self.pp, self.count, p.pp)  # of the pipeline, that this rank holds
         self.first, self.last = self.pp == 0, self.pp == p.pp - 1
@@ -46,9 +48,24 @@ class Layout:
         """Decoder layers of a stage of the pipeline."""
         return range(stage * total // self.count, (stage + 1) * total // self.count)
 
+    def meet(self, heads: int) -> None:
+        """Make the groups for attention with that many heads on a TP rank: they are dealt out as far as they go, over the rest there is a ring."""
+        p, deal = self.p, math.gcd(self.p.cp, heads)
+        if heads in self.cp_groups:
+            return
+        groups: tuple[Any, Any] = (self.cp_group, None) if deal == p.cp else (None, self.cp_group)
+        if 1 < deal < p.cp:
+            mesh = init_device_mesh(self.device.type, (p.pp * p.fsdp, p.cp // deal, deal, p.tp), mesh_dim_names=("rest", "ring", "deal", "tp"))
+            groups = mesh.get_group("deal"), mesh.get_group("ring")
+        if groups[1]:  # NCCL wants all of a group in its first operation, and in the ring some pairs have nothing to say
+            dist.all_reduce(torch.zeros(1, device=self.device), group=groups[1])
+        self.cp_groups[heads] = groups
+
     def distribute(self, model: PreTrainedModel, policy: MixedPrecisionPolicy) -> None:
         """Cut a model whose weights are not there yet (transformers then reads each rank's part only): stages, TP and EP, then FSDP."""
         base: Any = model.get_decoder()
+        if self.p.cp > 1:
+            self.meet(model.config.get_text_config().num_attention_heads // self.p.tp)
         model.layout, model.partial_gradients = self, set[str]()
         tied = bool(model.all_tied_weights_keys)
         model.tie_weights()  # before FSDP sees the model: it must treat tied layers' weight as one

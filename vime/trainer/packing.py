@@ -11,6 +11,7 @@ import torch
 
 from vime.sample import Sample
 from vime.trainer.batch import Item
+from vime.trainer.ring import Segment
 from vime.trainer.routing import pack_routing
 
 SHARE_LIMIT = 4096  # responses longer than this are not packed behind a shared prompt: their attention masks would grow too large
@@ -51,8 +52,10 @@ class Pack:
     values: torch.Tensor | None = None  # (M,) the critic's, before its update
     returns: torch.Tensor | None = None  # (M,) what it should have said
     routing: torch.Tensor | None = None  # (T, layers, top_k) int16: each token's experts, -1 where nothing needs them to be known
-    # On one of several ranks (context.lay_out): ids, positions and routing are its piece of the row, buckets and scatter the whole row's.
-    cp: Any = None  # the process group of context parallelism
+    uses: torch.Tensor | None = None  # (T,) samples that a token is of, where there is routing
+    segments: tuple[Segment, ...] = ()  # who sees whom, as in buckets
+    # On one of several ranks (context.lay_out): ids, positions, routing and uses are its piece of the row, what attention reads is the whole row's.
+    cp: Any = None  # the groups of context parallelism, see Layout.cp_groups
     trained: list[torch.Tensor] = field(default_factory=list)  # rows of each cp rank's samples
     everything: list[torch.Tensor] = field(default_factory=list)  # `where` of each cp rank's samples, joined
 
@@ -78,7 +81,7 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
         shared.setdefault((s.group_index, tuple(s.tokens[: s.prompt_length]), routed), []).append(i)
     ids: list[int] = []
     pos: list[int] = []
-    segments: list[tuple[int, int, int, int]] = []  # prefix start, prefix length, own start, own length
+    segments: list[Segment] = []
     rows: list[np.ndarray] = []
     per_token: list[tuple[np.ndarray, ...]] = []
     whole: list[np.ndarray] = []
@@ -128,13 +131,15 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     per_sample = [torch.from_numpy(w) for w in whole]
     layout = (torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where)
     routing = pack_routing(order, whole, len(ids))
-    rows_of = {"trained": [where], "everything": [torch.cat([where[:0], *per_sample])]}
-    return Pack(*layout, labels_t, adv, weights, rollout, support, order, per_sample, routing=routing, **rows_of)
+    everything = torch.cat([where[:0], *per_sample])
+    rest: dict[str, Any] = {"routing": routing, "uses": None if routing is None else everything.bincount(minlength=len(ids))}
+    rest |= {"segments": tuple(segments), "trained": [where], "everything": [everything]}
+    return Pack(*layout, labels_t, adv, weights, rollout, support, order, per_sample, **rest)
 
 
-def _buckets(segments: list[tuple[int, int, int, int]], total: int) -> tuple[list[Bucket], torch.Tensor]:
+def _buckets(segments: list[Segment], total: int) -> tuple[list[Bucket], torch.Tensor]:
     """Group rows of like length (at most a third of padding, or 16 tokens), longest first, and index their tokens."""
-    lots: list[list[tuple[int, int, int, int]]] = []
+    lots: list[list[Segment]] = []
     low = high = 0  # prefix lengths in the last lot
     for s in sorted(segments, key=lambda s: (s[1] > 0, s[3], s[1]), reverse=True):
         prefix = s[1]

@@ -26,8 +26,9 @@ from vime.trainer import vision
 from vime.trainer.context import to_heads, to_sequence
 from vime.trainer.layout import Layout
 from vime.trainer.packing import Pack
+from vime.trainer.ring import ring_attention
 
-HEAD_FACTORS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
 def init(rank: int, world: int, addr: str, port: int, timeout: float) -> torch.device:
@@ -48,8 +49,14 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each sample of a packed row to itself and to the prompt it shares. query/key/value: (1, heads, T, dim)."""
     assert packing is not None, "models loaded by vime run on packed micro-batches only"
-    if packing.cp:
-        query, key, value = (to_heads(t, packing.cp) for t in (query, key, value))
+    if kw.get("s_aux") is not None:
+        raise VimeError(f"{type(module).__name__}: attention sinks are not supported")
+    deal, ring = packing.cp[query.shape[1]] if packing.cp else (None, None)
+    if deal:
+        query, key, value = (to_heads(t, deal) for t in (query, key, value))
+    if ring:
+        out = ring_attention(query, key, value, packing.segments, kw.get("scaling"), ring)
+        return to_sequence(out, deal) if deal else out, None
     q, k, v = (t[0].transpose(0, 1).flatten(1) for t in (query, key, value))  # (T, heads * dim)
     dim, window, outs = query.shape[-1], kw.get("sliding_window"), []
     for b in packing.buckets:
@@ -61,7 +68,7 @@ def packed_attention(
         outs.append(o.transpose(1, 2).flatten(0, 1).flatten(1))
     out = F.embedding(packing.scatter, torch.cat(outs) if len(outs) > 1 else outs[0])
     out = out.view(1, out.shape[0], -1, value.shape[-1])
-    return to_sequence(out, packing.cp) if packing.cp else out, None
+    return to_sequence(out, deal) if deal else out, None
 
 
 ALL_ATTENTION_FUNCTIONS.register("vime_packed", packed_attention)
@@ -93,7 +100,7 @@ def load_model(
     if sees:
         vision.check(config, path)
     text = config.get_text_config()
-    for name in HEAD_FACTORS:
+    for name in FACTORS:
         if getattr(text, name, None) not in (None, 1, 1.0):
             raise VimeError(f"model {path}: {name} = {getattr(text, name)} is not supported yet")
     half = dtype == "bfloat16"

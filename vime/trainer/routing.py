@@ -56,14 +56,14 @@ def pack_routing(samples: Sequence[Sample], where: Sequence[np.ndarray], total: 
 
 
 class Replay:
-    """Stands in for the forward of every router of a model. `rows` is Pack.routing of the micro-batch that runs; forward, and a recompute
-    under gradient checkpointing, look their layer up in it and change nothing. Each layer says which micro-batch it runs: in a pipeline
-    the recompute of one comes after the forward of others."""
+    """Stands in for the forward of every router of a model. `batch` is the micro-batch that runs; forward, and a recompute under gradient
+    checkpointing, look their layer up in its routing and change nothing. Each layer says which micro-batch it runs: in a pipeline the
+    recompute of one comes after the forward of others."""
 
     def __init__(self, model: PreTrainedModel):
-        self.rows: torch.Tensor | None = None
+        self.batch: Pack | None = None
         self.experts = self.top_k = 0  # where no router is here: a stage of dense layers
-        self.counts: list[torch.Tensor] = []  # of forwards with a gradient: (tokens whose own choice was another set, tokens)
+        self.counts: list[torch.Tensor] = []  # of forwards with a gradient: see take()
         config = model.config.get_text_config()
         self.layers, self.path = config.num_hidden_layers, config.name_or_path
         for name, module in model.named_modules():
@@ -75,26 +75,27 @@ class Replay:
                 module.forward = partial(self.route, module, int(found[1]), module.forward)
 
     def see(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.rows = kwargs["packing"].routing if "packing" in kwargs else None
+        self.batch = kwargs.get("packing")
 
     def route(self, router: Any, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(router logits, weights (T, top_k), experts (T, top_k))"""
         logits, weights, own = forward(hidden)
-        if self.rows is None:
+        if self.batch is None or self.batch.routing is None:
             return logits, weights, own
-        recorded = self.rows[:, layer].to(own.dtype)
+        recorded = self.batch.routing[:, layer].to(own.dtype)
         known = recorded[:, :1] >= 0
         chosen = torch.where(known, recorded, own)
         if torch.is_grad_enabled():
             flipped = (chosen.sort(-1).values != own.sort(-1).values).any(-1)
-            self.counts.append(torch.stack([flipped.sum(), known.sum()]))
+            self.counts.append((torch.stack([flipped, known[:, 0]]) * self.batch.uses).sum(1))
         replayed = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
         if getattr(router, "norm_topk_prob", True):  # Mixtral always does
             replayed = replayed / replayed.sum(-1, keepdim=True)
         return logits, replayed.to(weights.dtype), chosen
 
     def take(self) -> torch.Tensor:
-        """(flipped choices, choices) since the last call, float64; a choice is a token's in one layer."""
+        """(flipped choices, choices) since the last call, float64; a choice is a token's in one layer, in each sample that has it, however
+        they are packed. Ranks that hold the same tokens all count them: only the ratio matters."""
         counts, self.counts = self.counts, []
         return torch.stack(counts).sum(0).double() if counts else torch.zeros(2, dtype=torch.float64)
 
