@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import EngineTable, EvalConfig, LogConfig, RayConfig, RewardConfig, Section
+from vime.sections import EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
 
 
 def _server_fault(url: str) -> str:
@@ -212,6 +212,7 @@ class Config(Section):
     algo: AlgoConfig = AlgoConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
@@ -243,6 +244,11 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         return self.algo.needs_reference or self.train.objective == "dpo"
+
+    @property
+    def own_reference(self) -> bool:
+        """Whether the reference is the model without its adapters, so that no second one is loaded."""
+        return self.lora.rank is not None and self.algo.ref_model in (None, self.model)
 
     @property
     def samples_per_step(self) -> int:

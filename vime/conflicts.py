@@ -17,7 +17,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += algo(cfg) + objective(cfg)
+    faults += algo(cfg) + objective(cfg) + lora(cfg)
     r, t = cfg.rollout, cfg.train
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
@@ -103,6 +103,21 @@ def algo(cfg: Config) -> list[str]:
     if loss.custom and own:
         what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"
         faults.append(f"loss.custom takes the place of the policy loss: leave out {what}")
+    return faults
+
+
+def lora(cfg: Config) -> list[str]:
+    """What adapters are not shown to be right with."""
+    given, p = cfg.lora, cfg.parallel
+    if given.rank is None:
+        return ["lora.rank is unset, so there are no adapters: set it, or leave [lora] out"] if given != type(given)() else []
+    faults = []
+    if p.ranks > p.fsdp or p.ep > 1:
+        faults.append(f"lora.rank: adapters are trained on parallel.fsdp ranks only, not on {p}: leave out tp, pp, cp and ep")
+    if cfg.algo.advantage_estimator == "gae":
+        faults.append("lora.rank: a critic has no adapters, and would be trained whole beside them: take another algo.advantage_estimator")
+    if cfg.rollout.routing_replay:
+        faults.append("lora.rank: rollout.routing_replay is not shown to be right with adapters: leave one of them out")
     return faults
 
 

@@ -138,7 +138,7 @@ def load_model(
 
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out. A collective."""
+    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out, adapters added in. A collective."""
     out = {name: t for part in whole_layers(model, dtype) for name, t in part.items()}
     layout: Layout = model.layout
     return layout.collect(out) if layout.leader and layout.p.pp > 1 else out
@@ -148,21 +148,24 @@ def whole_layers(model: PreTrainedModel, dtype: torch.dtype, meta: bool = False)
     """As full_tensors, one decoder layer after the other (what lies outside of them one by one), so that no more than that is ever whole.
     Of this rank's stages of a pipeline only, on their leader. With `meta` tensors without data, on every rank, and not a collective."""
     tied = set(model.all_tied_weights_keys or {})
+    adapted = {f"{name}.base_layer.weight": m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}  # by peft
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in model.state_dict().items():
-        if name not in tied:
+        if name not in tied and ".lora_" not in name:
             layer = re.match(r".*?\.layers\.\d+\.", name)
             layers.setdefault(layer[0] if layer else name, {})[name] = value
     for part in layers.values():
         out = {}
         for name, value in part.items():
             kind = dtype if value.is_floating_point() else value.dtype
+            plain = name.replace(".base_layer.", ".")
             if meta:
-                out[name] = torch.empty(value.shape, dtype=kind, device="meta")
+                out[plain] = torch.empty(value.shape, dtype=kind, device="meta")
                 continue
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if model.layout.leader:
-                out[name] = full.to("cpu", kind)
+                full = full + adapted[name].get_delta_weight("default").detach() if name in adapted else full
+                out[plain] = full.to("cpu", kind)
         yield revert_weight_conversion(model, out) if out else out
 
 
