@@ -164,9 +164,9 @@ def run(args: argparse.Namespace) -> int:
         return doctor.run(config.load(args.config) if args.config else None)
     cfg = config.load(args.config, args.overrides)
     if args.command == "plan":
-        from vime.trainer import adapters, axes
+        from vime.trainer import axes
 
-        print(axes.describe(cfg) + adapters.describe(cfg))
+        print(axes.describe(cfg))
         return 0
     from vime import train
 

@@ -246,11 +246,6 @@ class Config(Section):
         return self.algo.needs_reference or self.train.objective == "dpo"
 
     @property
-    def own_reference(self) -> bool:
-        """Whether the reference is the model without its adapters, so that no second one is loaded."""
-        return self.lora.rank is not None and self.algo.ref_model in (None, self.model)
-
-    @property
     def samples_per_step(self) -> int:
         """Rollouts, in the sense of train.global_batch_size: offline a dialogue or a pair is one."""
         return self.rollout.batch_size * (1 if self.offline else self.rollout.n_samples_per_prompt)

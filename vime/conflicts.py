@@ -111,14 +111,14 @@ def lora(cfg: Config) -> list[str]:
     given, p = cfg.lora, cfg.parallel
     if given.rank is None:
         return ["lora.rank is unset, so there are no adapters: set it, or leave [lora] out"] if given != type(given)() else []
-    faults = []
-    if p.ranks > p.fsdp or p.ep > 1:
-        faults.append(f"lora.rank: adapters are trained on parallel.fsdp ranks only, not on {p}: leave out tp, pp, cp and ep")
-    if cfg.algo.advantage_estimator == "gae":
-        faults.append("lora.rank: a critic has no adapters, and would be trained whole beside them: take another algo.advantage_estimator")
-    if cfg.rollout.routing_replay:
-        faults.append("lora.rank: rollout.routing_replay is not shown to be right with adapters: leave one of them out")
-    return faults
+    held = "vLLM lets a request that is under way go on with the adapter it began with, under the new version's number"
+    wrong = {
+        f"parallel, {p}: adapters are trained on fsdp ranks only, without tp, pp, cp and ep": p.ranks > p.fsdp or p.ep > 1,
+        'algo.advantage_estimator = "gae": a critic has no adapters': cfg.algo.advantage_estimator == "gae",
+        "rollout.routing_replay: not shown to be right with adapters": cfg.rollout.routing_replay,
+        f'lora.publish = "adapter": {held}; publish merged weights': given.publish == "adapter",
+    }
+    return [f"lora.rank does not go with {what}" for what, found in wrong.items() if found]
 
 
 def objective(cfg: Config) -> list[str]:

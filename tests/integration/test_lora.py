@@ -19,7 +19,7 @@ from vime.trainer import adapters, state
 from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 
-LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 ALGO = {"kl_loss_coef": 0.3, "kl_loss_type": "k3"}
 
 
@@ -36,7 +36,7 @@ def fill(model):
 
 
 def plain_adapted(folder):
-    lora = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules=LORA["target_modules"])
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["target_modules"])
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora)
     fill(model)
     return model
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
 def test_plan_says_what_is_trained(tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text(f'model = "{make_model(tmp_path / "m")}"\n[data]\nprompts = "p.jsonl"\n[lora]\nrank = 4\n')
-    assert main(["plan", str(path)]) == 0 and "adapters rank 4" in capsys.readouterr().out
-    assert main(["plan", str(path), 'lora.target_modules=["nothing"]']) == 1 and "lora.target_modules" in capsys.readouterr().err
+    assert main(["plan", str(path)]) == 0 and "adapters of rank 4" in capsys.readouterr().out
+    assert main(["plan", str(path), "parallel.tp=2"]) == 1 and "lora.rank does not go with parallel, tp 2" in capsys.readouterr().err
 
 

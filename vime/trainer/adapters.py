@@ -14,9 +14,8 @@ from vime.errors import VimeError, nearest, said
 from vime.trainer.parallel import class_of
 
 
-def add(model: PreTrainedModel, cfg: Config) -> list[str]:
-    """Put the adapters of [lora] into a model, alike on all ranks, and freeze all else. Returns: the names of the layers that got them.
-    Raises: VimeError where it can't have them."""
+def add(model: PreTrainedModel, cfg: Config) -> None:
+    """Put the adapters of [lora] into a model, alike on all ranks, and freeze all else. Raises: VimeError where it can't have them."""
     try:
         import peft
     except ImportError as e:
@@ -28,26 +27,17 @@ def add(model: PreTrainedModel, cfg: Config) -> list[str]:
     wanted = known if cfg.lora.target_modules == "all-linear" else cfg.lora.target_modules
     if lacks := [name for name in wanted if name not in known]:
         raise VimeError(f"lora.target_modules: {cfg.model} has no linear layer {lacks[0]!r} before its head", nearest(lacks[0], known))
-    lora = peft.LoraConfig(r=cfg.lora.rank, lora_alpha=cfg.lora.alpha, lora_dropout=cfg.lora.dropout, target_modules=list(wanted))
+    lora = peft.LoraConfig(r=cfg.lora.rank or 0, lora_alpha=cfg.lora.alpha, lora_dropout=cfg.lora.dropout, target_modules=list(wanted))
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)
         peft.inject_adapter_in_model(lora, model)
-    return list(wanted)
 
 
-def check(cfg: Config) -> list[str]:
-    """`add`, tried without weights: what it returns, and raises."""
+def check(cfg: Config) -> None:
+    """`add`, tried without weights. Raises: as it does."""
     config, kind = class_of(cfg.model, False)
     with torch.device("meta"):
-        return add(kind(config), cfg)
-
-
-def describe(cfg: Config) -> str:
-    """`vime plan`: what is trained in place of the model; nothing without adapters. Raises: as `check`."""
-    if not cfg.lora.rank:
-        return ""
-    names = check(cfg)
-    return f"\nadapters rank {cfg.lora.rank} beside {', '.join(names)}, whole on every rank; servers get {cfg.lora.publish} weights"
+        add(kind(config), cfg)
 
 
 @contextmanager

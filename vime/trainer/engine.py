@@ -105,8 +105,8 @@ class Trainer:
         if cfg.lora.rank:
             adapters.add(self.model, cfg)
         self.pipelines = {self.model: Pipeline(self.model, cfg.model)}
-        if cfg.needs_reference and cfg.own_reference:
-            self.reference = self.model
+        if cfg.needs_reference and cfg.lora.rank and cfg.algo.ref_model in (None, cfg.model):
+            self.reference = self.model  # without its adapters
         elif cfg.needs_reference:
             path = cfg.algo.ref_model or cfg.model
             self.reference = load_model(path, train.dtype, self.layout).requires_grad_(False)
