@@ -20,6 +20,7 @@ from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ALGO = {"kl_loss_coef": 0.3, "kl_loss_type": "k3"}
 
 
@@ -35,8 +36,8 @@ def fill(model):
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2)
 
 
-def plain_adapted(folder):
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=LORA["target_modules"])
+def plain_adapted(folder, names):
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora)
     fill(model)
     return model
@@ -44,7 +45,7 @@ def plain_adapted(folder):
 
 def plain_loop(folder, cfg, seeds):
     """(loss, gradients) of each step and the adapters after them: peft and torch alone, a forward for each sample."""
-    model, out = plain_adapted(folder), []
+    model, out = plain_adapted(folder, cfg.lora.target_modules), []
     optimizer = torch.optim.AdamW(own(model).values(), lr=cfg.train.lr, betas=(0.9, 0.98), weight_decay=0.0)
     for batch in map(make_batch, seeds):
         samples, total = {s.index: s for g in batch for s in g}, torch.zeros(())
@@ -83,7 +84,7 @@ def steps(trainer, cfg, seeds):
 ])  # fmt: skip
 def test_equals_a_plain_peft_loop(tmp_path, two_ranks, fsdp, kind, more):
     """Loss, every gradient and the updated A and B of two steps, KL to the model without adapters; then the merged weights that are published."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if kind == "qwen3_moe" else {}
+    experts = EXPERTS if kind == "qwen3_moe" else {}
     folder = make_model(tmp_path / "m", kind, **experts)
     lora = LORA | ({"target_modules": ["q_proj", "v_proj"]} if experts else {})
     cfg = make_cfg(folder, tmp_path, lora=lora, algo=ALGO, train={"lr": 1e-4, "clip_grad": 1e9, "logprob_chunk": 7} | more, parallel={"fsdp": fsdp})
@@ -159,6 +160,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         with pytest.raises(VimeError, match=said):
             adapters.check(make_cfg(folder, tmp_path, lora={"rank": 2, "target_modules": names}))
     adapters.check(cfg := make_cfg(folder, tmp_path, lora={"rank": 2}))
+    experts = make_model(tmp_path / "e", "qwen3_moe", **EXPERTS, mlp_only_layers=[0])
+    for names in ("all-linear", ["up_proj"]):
+        with pytest.raises(VimeError, match=r"lora\.target_modules of .*leave experts out"):
+            adapters.check(make_cfg(experts, tmp_path, lora={"rank": 2, "target_modules": names}))
     (tmp_path / "c").mkdir()
     with one_rank(make_cfg(folder, tmp_path)) as t:
         t.save(str(tmp_path / "c"))

@@ -28,9 +28,14 @@ def add(model: PreTrainedModel, cfg: Config) -> None:
     if lacks := [name for name in wanted if name not in known]:
         raise VimeError(f"lora.target_modules: {cfg.model} has no linear layer {lacks[0]!r} before its head", nearest(lacks[0], known))
     lora = peft.LoraConfig(r=cfg.lora.rank or 0, lora_alpha=cfg.lora.alpha, lora_dropout=cfg.lora.dropout, target_modules=list(wanted))
-    with torch.random.fork_rng():
-        torch.manual_seed(cfg.seed)
-        peft.inject_adapter_in_model(lora, model)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(cfg.seed)
+            peft.inject_adapter_in_model(lora, model)
+        if lora.target_parameters:  # names that experts had before transformers joined them
+            raise ValueError(f"peft takes {', '.join(wanted)} for weights of experts, too")
+    except ValueError as e:
+        raise VimeError(f"lora.target_modules of {cfg.model}: {e}", "leave experts out: name layers of the attention") from e
 
 
 def check(cfg: Config) -> None:
