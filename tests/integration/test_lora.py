@@ -103,8 +103,8 @@ def test_equals_a_plain_peft_loop(tmp_path, two_ranks, fsdp, kind, more):
         close(ended, final)
     weights, lps = results[0][2:]
     merged = model.merge_and_unload()
-    close(weights, {k: v for k, v in merged.state_dict().items() if k in weights}, 1e-6)
-    assert weights.keys() == load_file(folder / "model.safetensors").keys()
+    merged.save_pretrained(tmp_path / "merged")
+    close(weights, load_file(tmp_path / "merged" / "model.safetensors"), 1e-6)
     before = load_file(folder / "model.safetensors")
     moved = {k for k in weights if not torch.equal(weights[k], before[k])}
     assert moved == {k for k in weights if k.endswith(tuple(f"{t}.weight" for t in lora["target_modules"]))}
@@ -112,6 +112,22 @@ def test_equals_a_plain_peft_loop(tmp_path, two_ranks, fsdp, kind, more):
     with torch.no_grad():
         logp = torch.log_softmax(merged(torch.tensor([ids])).logits[0], -1)
     assert lps == pytest.approx([float(logp[i, t]) for i, t in enumerate(ids[1:])], abs=1e-4)
+
+
+def test_bfloat16_is_what_the_model_computes_in_and_not_the_adapters(tmp_path):
+    """A and B stay float32, and are added up in it before the sum is rounded for the servers."""
+    folder = make_model(tmp_path / "m")
+    cfg = make_cfg(folder, tmp_path, lora=LORA, algo=ALGO, train={"lr": 1e-3, "dtype": "bfloat16"})
+    with one_rank(cfg) as t:
+        fill(t.model)
+        before = {n: p.detach().clone() for n, p in own(t.model).items()}
+        assert train_once(t, cfg, 1, make_batch(3))["train/grad_norm"] > 0.1
+        after, weights = own(t.model), load_file(t.publish(1)[0].path)
+        assert all(p.dtype == torch.float32 and not torch.equal(p, before[n]) for n, p in after.items())
+        start = load_file(folder / "model.safetensors")
+        for name in (n for n in weights if n.endswith("q_proj.weight")):
+            a, b = (after[f"{name.removesuffix('.weight')}.lora_{x}.default.weight"] for x in "AB")
+            assert torch.equal(weights[name], (start[name] + 2.0 * (b @ a)).bfloat16())
 
 
 def resumed(trainer, cfg, folder, numbers):
@@ -127,12 +143,10 @@ def test_resumes_bit_for_bit_and_on_other_ranks(tmp_path, two_ranks):
     (tmp_path / "c").mkdir()
     with one_rank(cfg) as t:
         train(t, cfg, [1, 2])
-        first = next(iter(make_batch(3)))
         t.save(str(tmp_path / "c"))
-        merged = {k: v for p in adapters_merged(t) for k, v in p.items()}
+        merged = state.full_tensors(t.model, torch.float32)
         rest = timeless(train(t, cfg, [3, 4]))
         final = {n: p.detach().clone() for n, p in own(t.model).items()}
-    assert first
     with one_rank(cfg, tmp_path / "c") as t:
         again = timeless(train(t, cfg, [3, 4]))
         assert again == rest
@@ -141,17 +155,14 @@ def test_resumes_bit_for_bit_and_on_other_ranks(tmp_path, two_ranks):
     assert held and all(".lora_" in k for k in held)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "c" / "hf", dtype=torch.float32)
     close({k: exported.state_dict()[k] for k in merged}, merged, 0)
-    cfg.lora.dropout, pair = 0.0, cfg.model_copy(deep=True)
+    cfg.lora.dropout = 0.0
+    pair = cfg.model_copy(deep=True)
     pair.parallel.fsdp = 2
     with one_rank(cfg, tmp_path / "c") as t:
         train(t, cfg, [3, 4])
         alone = {n: p.detach().clone() for n, p in own(t.model).items()}
     for _, got in two_ranks(resumed, pair, tmp_path / "c", [3, 4]):
-        close(got, alone, 1e-4)
-
-
-def adapters_merged(trainer):
-    return [state.full_tensors(trainer.model, torch.float32)]
+        close(got, alone)
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
