@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, RayConfig, RewardConfig, Section
+from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
 
 
 def _server_fault(url: str) -> str:
@@ -213,6 +213,7 @@ class Config(Section):
     algo: AlgoConfig = AlgoConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     weights: WeightsConfig = WeightsConfig()
     data_plane: DataPlaneConfig = DataPlaneConfig()

@@ -22,7 +22,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += algo(cfg) + objective(cfg) + data_plane(cfg)
+    faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg)
     r, t = cfg.rollout, cfg.train
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
@@ -113,6 +113,21 @@ def algo(cfg: Config) -> list[str]:
         what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"
         faults.append(f"loss.custom takes the place of the policy loss: leave out {what}")
     return faults
+
+
+def lora(cfg: Config) -> list[str]:
+    """What adapters are not shown to be right with."""
+    given, p = cfg.lora, cfg.parallel
+    if given.rank is None:
+        return ["lora.rank is unset, so there are no adapters: set it, or leave [lora] out"] if given != type(given)() else []
+    held = "vLLM lets a request that is under way go on with the adapter it began with, under the new version's number"
+    wrong = {
+        f"parallel, {p}: adapters are trained on fsdp ranks only, without tp, pp, cp and ep": p.ranks > p.fsdp or p.ep > 1,
+        'algo.advantage_estimator = "gae": a critic has no adapters': cfg.algo.advantage_estimator == "gae",
+        "rollout.routing_replay: not shown to be right with adapters": cfg.rollout.routing_replay,
+        f'lora.publish = "adapter": {held}; publish merged weights': given.publish == "adapter",
+    }
+    return [f"lora.rank does not go with {what}" for what, found in wrong.items() if found]
 
 
 def objective(cfg: Config) -> list[str]:

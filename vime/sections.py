@@ -29,6 +29,16 @@ class EngineTable(Section):
     env: dict[str, str] = Field({}, description="environment variables of these servers, as CUDA_VISIBLE_DEVICES")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (peft), trained in place of the model's weights: docs/trainer.md."""
+
+    rank: int | None = Field(None, ge=1, description="peft's r; unset: no adapters, the model itself is trained")
+    alpha: int = Field(32, ge=1, description="what an adapter adds is scaled by alpha / rank")
+    target_modules: list[str] | Literal["all-linear"] = Field("all-linear", min_length=1, description="names of linear layers; all-linear: all but the head")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into an adapter, in the training forward only")
+    publish: Literal["merged", "adapter"] = Field("merged", description="merged: servers get whole weights, adapters added in; adapter is refused")
+
+
 class RewardConfig(Section):
     """Reward: a built-in name (math, exact, regex) or a dotted path (args, sample) -> float | dict, sync or async."""
 

@@ -92,6 +92,10 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
 
             for path in {cfg.model, (cfg.needs_reference and cfg.algo.ref_model) or cfg.model}:
                 attempt("rollout.routing_replay: ", check_model, path)
+        if cfg.lora.rank:
+            from vime.trainer import adapters
+
+            attempt("", adapters.check, cfg)
         if cfg.algo.advantage_estimator == "gae":
             from vime.trainer.parallel import class_of
 

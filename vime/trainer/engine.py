@@ -22,7 +22,7 @@ from vime import hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
-from vime.trainer import axes, checkpoint, custom, state
+from vime.trainer import adapters, axes, checkpoint, custom, state
 from vime.trainer import critic as critics
 from vime.trainer.batch import Item, RankPlan
 from vime.trainer.context import lay_out
@@ -100,10 +100,14 @@ class Trainer:
         train = cfg.train
         axes.check(cfg)
         self.layout = Layout(cfg.parallel, self.device)
-        start = Path(folder) / "hf" if folder else self.source
+        start = Path(folder) / "hf" if folder and not cfg.lora.rank else self.source
         self.model = load_model(start, train.dtype, self.layout, train.gradient_checkpointing, train.freeze_vision)
+        if cfg.lora.rank:
+            adapters.add(self.model, cfg)
         self.pipelines = {self.model: Pipeline(self.model, cfg.model)}
-        if cfg.needs_reference:
+        if cfg.needs_reference and cfg.lora.rank and cfg.algo.ref_model in (None, cfg.model):
+            self.reference = self.model  # without its adapters
+        elif cfg.needs_reference:
             path = cfg.algo.ref_model or cfg.model
             self.reference = load_model(path, train.dtype, self.layout).requires_grad_(False)
             self.pipelines[self.reference] = Pipeline(self.reference, path)
@@ -163,7 +167,8 @@ class Trainer:
         for k, batch in enumerate(batches):
             with alone(f"step {step}, {named(batches, k)}, before the update"):
                 if self.reference is not None:
-                    batch.ref = self.log_probs(self.reference, batch)
+                    with adapters.off(self.model) if self.reference is self.model else nullcontext():
+                        batch.ref = self.log_probs(self.reference, batch)
                 if recompute:
                     batch.old = self.log_probs(self.model, batch)
                 if self.critic:
@@ -283,10 +288,12 @@ class Trainer:
     def log_probs(self, model: PreTrainedModel, batch: Pack, temperature: float | None = None) -> torch.Tensor:
         """Logprobs (M,) of the trained tokens of this rank's samples, at the sampling temperature unless another is given."""
         t, chunk = temperature or self.cfg.rollout.temperature, self.cfg.train.logprob_chunk
+        model.train(not self.cfg.lora.dropout)  # of the policy that is served
         out = self.pipelines[model].forward(batch, Job(lambda h, w: head_log_probs(h, w, batch.labels, t, chunk, batch.support)))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        model.train()
         return out
 
     def loss_job(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> Job:

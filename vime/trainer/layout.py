@@ -111,7 +111,12 @@ class Layout:
 
     def sum_partial(self, model: PreTrainedModel) -> None:
         """Complete gradients that autograd leaves as parts, once all micro-batches are done: of norms that see a TP rank's heads only,
-        and of tied embeddings, which lie at both ends of a pipeline."""
+        of tied embeddings, which lie at both ends of a pipeline, and of adapters, which FSDP does not know."""
+        if self.world > 1 and (own := [p.grad for n, p in model.named_parameters() if ".lora_" in n]):
+            total = torch.cat([g.flatten() for g in own])
+            dist.all_reduce(total)
+            for g, part in zip(own, total.split([g.numel() for g in own])):
+                g.copy_(part.view_as(g))
         for name, p in model.named_parameters():
             if self.p.tp > 1 and replace_layer_number_by_wildcard(name.rpartition(".")[0]) in model.partial_gradients:
                 dist.all_reduce(local(p.grad), group=self.tp_group)

@@ -145,7 +145,7 @@ def load_model(
 
 
 def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out. A collective."""
+    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out, adapters added in. A collective."""
     return {name: t for part in whole_parts(model, dtype, 1 << 30)[1] for name, t in part.items()}
 
 
@@ -163,16 +163,17 @@ def whole_parts(
     left_out = {*tied, *(tied.values() if layout.pp else ())}  # a tied embedding lies at both ends of a pipeline
     conversions = getattr(model, "_weight_conversions", None) or ()
     together = any(isinstance(c, WeightConverter) and len(c.target_patterns) > 1 for c in conversions)
-    parts, unit, room = list[dict[str, tuple[torch.Tensor, torch.dtype]]](), "", 0
+    adapted = {f"{name}.base_layer.weight": m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}  # by peft
+    parts, unit, room = list[dict[str, tuple[torch.Tensor, torch.dtype, Any]]](), "", 0
     for name, value in model.state_dict().items():
-        if name not in left_out:
+        if name not in left_out and ".lora_" not in name:
             layer, kind = re.match(r".*?\.layers\.\d+\.", name), dtype if value.is_floating_point() else value.dtype
             before, unit, size = unit, layer[0] if layer else name, value.numel() * kind.itemsize
             if unit != before or (size > room and not together):
                 parts.append({})
                 room = limit
-            parts[-1][name], room = (value, kind), room - size
-    empty = ({n: torch.empty(v.shape, dtype=kind, device="meta") for n, (v, kind) in part.items()} for part in parts)
+            parts[-1][name.replace(".base_layer.", ".")], room = (value, kind, adapted.get(name)), room - size
+    empty = ({n: torch.empty(v.shape, dtype=kind, device="meta") for n, (v, kind, _) in part.items()} for part in parts)
     own = [[(n, t.shape, t.dtype) for n, t in revert_weight_conversion(model, part).items()] for part in empty]
     stages: list[Any] = [own] * layout.p.pp
     if layout.p.pp > 1:
@@ -183,9 +184,11 @@ def whole_parts(
         for stage, forms in enumerate(stages):
             for i, form in enumerate(forms if stage == layout.pp or (takes and layout.first) else ()):
                 part = {}
-                for name, (value, kind) in parts[i].items() if stage == layout.pp else ():
-                    cut = value.to(kind)
+                for name, (value, kind, adapter) in parts[i].items() if stage == layout.pp else ():
+                    cut = value if adapter else value.to(kind)
                     full = cut.full_tensor() if isinstance(cut, DTensor) else cut
+                    if adapter and takes:
+                        full = (full + adapter.get_delta_weight("default").detach()).to(kind)
                     if takes:
                         part[name] = full.to(device if layout.first else layout.device)
                     del cut, full

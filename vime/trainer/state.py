@@ -23,10 +23,12 @@ Parts = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer]]  # by prefix: "
 
 
 def tree(parts: Parts) -> dict[str, Any]:
-    """The tensors themselves, by name: weights (tied copies left out) and AdamW's moments. Loading writes into them in place."""
+    """The tensors themselves, by name: weights (tied copies left out; of a model with adapters these alone) and AdamW's moments. Loading writes into them in place."""
     out: dict[str, Any] = {}
     for prefix, (model, optimizer) in parts.items():
-        tied = set(model.all_tied_weights_keys or {})
+        left = set(model.all_tied_weights_keys or {})
+        if hasattr(model, "peft_config"):  # frozen weights are in the model's folder
+            left |= {k for k in model.state_dict() if ".lora_" not in k}
         moments: dict[str, Any] = {}
         for name, p in model.named_parameters():
             if not p.requires_grad:
@@ -34,7 +36,7 @@ def tree(parts: Parts) -> dict[str, Any]:
             if not optimizer.state[p]:
                 optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             moments |= {f"{name}.{k}": v for k, v in optimizer.state[p].items()}
-        out |= {f"{prefix}model": {k: v for k, v in model.state_dict().items() if k not in tied}, f"{prefix}optimizer": moments}
+        out |= {f"{prefix}model": {k: v for k, v in model.state_dict().items() if k not in left}, f"{prefix}optimizer": moments}
     return out
 
 
@@ -124,7 +126,7 @@ def load_rank(folder: Path, parts: Parts) -> None:
             raise ValueError(fault)
         dcp.load(wanted, checkpoint_id=folder / "trainer")
     except (CheckpointException, Exception) as e:
-        fix = "is it whole, of this model, and of a run with the same algo.advantage_estimator? an earlier one may be"
+        fix = "is it whole, of this model, and of a run with the same algo.advantage_estimator and [lora]? an earlier one may be"
         raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", fix) from e
     rng = folder / "trainer" / f"rng_{dist.get_rank()}.pt"
     if rng.exists():
