@@ -132,6 +132,7 @@ class TrainConfig(Section):
         ge=0,
         description="how many weight versions a trained token may be older than the newest, with an algo.correction; async: 1 is one-step-off",
     )
+    stream: bool = Field(False, description="sync: train on groups as they finish, while the batch's others are still being generated")
     steps: int = Field(100, ge=1, description="rollout steps in the whole run")
     global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one step")
     lr: float = Field(1e-6, gt=0)

@@ -38,6 +38,13 @@ def conflicts(cfg: Config) -> list[str]:
     if t.max_staleness and not (corrected or cfg.loss.custom):
         stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
         faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
+    if t.stream:
+        unfit = {"train.mode": t.mode == "async", "train.global_batch_size": gbs not in (None, total), "rollout.colocate": r.colocate}
+        unfit |= {"algo.advantage_estimator, kl_coef or gamma, which look at all tokens of the step": cfg.algo.per_token, "train.objective": cfg.offline}
+        keys = ("algo.custom_advantage", "loss.custom", "loss.custom_reducer", "reward.post_process", "rollout.function", "rollout.sample_filter")
+        own = {"rollout.all_samples_process": r.all_samples_process, "rollout.data_postprocess": r.data_postprocess}
+        own |= {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in keys}
+        faults += [f"train.stream trains on parts of a step, which does not go with this {k}" for k, v in (unfit | own).items() if v]
     if cfg.weights.delta_full_every and not cfg.weights.delta:
         faults.append("weights.delta_full_every has no meaning without weights.delta: every version is published whole")
     if cfg.weights.transport == "nccl":

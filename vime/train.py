@@ -29,11 +29,11 @@ from vime.rollout import filters
 from vime.rollout.engine import claim_port, on_cpu
 from vime.rollout.offline import Offline
 from vime.rollout.plugged import WHOLE_BATCH, UserPrompts, process_batch, whole_evaluation, whole_rollout
-from vime.rollout.pool import GROUPS, Pool, too_late
+from vime.rollout.pool import GROUPS, Flight, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
 from vime.trainer import axes, checkpoint
 from vime.trainer.advantage import estimate
-from vime.trainer.batch import plan
+from vime.trainer.batch import denominator, plan
 from vime.weights import server_dtype
 
 if TYPE_CHECKING:
@@ -214,6 +214,26 @@ def post_processed(cfg: Config, args: hooks.Args, samples: list[Sample], metas: 
     return [replace(m, reward=float(r)) for m, r in zip(metas, values[0])], values[1].tolist()
 
 
+def streamed(cfg: Config, cluster: Cluster, pool: Pool, step: int, width: int) -> tuple[list[Flight], list[SampleMeta], dict[str, float]]:
+    """train.stream: train the step's groups as they finish; the last part makes the update. Returns: them, their samples, metrics."""
+    batch: list[Flight] = []
+    metas: list[SampleMeta] = []
+    skipped, stats = 0, dict[str, float]()
+    for part in pool.stream():
+        found, advantages = estimate([m for f in part for m in f.metas], cfg)
+        plans, all_ = plan(found, advantages, cfg, cfg.parallel.fsdp, width, part=True), metas + found
+        if len(batch) + len(part) == pool.batch:
+            trained = [0 if m.removed else m.trained_tokens for m in all_]
+            over = denominator(trained, [m.rollout_id for m in all_], cfg.loss.aggregate)
+            plans = [replace(p, factor=1 / over, skipped=skipped + p.skipped) for p in plans]
+        got = cluster.train(step, plans, {f.group_index: f.data for f in part if f.data})
+        if isinstance(got, list):
+            pool.lost(part, got)
+            continue
+        batch, metas, skipped, stats = batch + part, all_, skipped + plans[0].skipped, got
+    return sorted(batch, key=lambda f: f.group_index), metas, stats
+
+
 def rollout_metrics(metas: list[SampleMeta], version: int, seconds: float) -> dict[str, float]:
     """Of one batch, trained from weights `version`; `seconds` is how long the trainer waited for it."""
     by_group: dict[int, set[float]] = {}
@@ -298,13 +318,17 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 log.log(0, evaluate(cfg, args, cluster, online, held_out, 0))
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
-                batch, own = whole_rollout(online, args) if online and cfg.rollout.function else (pool.take(), {})
-                if online:
-                    process_batch(online, args, batch)
-                t1 = time.monotonic()
-                cluster.sleep()
-
                 stats: Any = []
+                if online and cfg.train.stream:
+                    batch, metas, stats = streamed(cfg, cluster, online, step, width)
+                    own, t1 = {}, time.monotonic() - stats["perf/train_s"]
+                    data = {f.group_index: f.data for f in batch if f.data}
+                else:
+                    batch, own = whole_rollout(online, args) if online and cfg.rollout.function else (pool.take(), {})
+                    if online:
+                        process_batch(online, args, batch)
+                    t1 = time.monotonic()
+                    cluster.sleep()
                 while isinstance(stats, list):  # of groups that the data plane has lost: they are generated again
                     if stats and (not online or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)):
                         raise VimeError(f"step {step}: the data plane has lost the samples of groups {stats}, which a plug-in made", "rerun with --resume")

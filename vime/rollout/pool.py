@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,7 @@ class Pool:
         self.waiting: list[Flight] = []  # interrupted or restored: they go on before new prompts are drawn
         self.running: dict[int, Flight] = {}
         self.ready: list[Flight] = []
+        self.streamed: list[Flight] = []  # this step's, taken by `stream` already
         self.spares: list[Flight] = []  # filtered out of this step's batch, unless groups run short
         self.counts: Counter[str] = Counter()  # since the last take
         self.wave = 0  # number of the current submissions, for interrupting them
@@ -115,7 +116,7 @@ class Pool:
         target = room if self.cfg.train.mode == "async" else min(self.target, room) if self.bound else self.target
         if self.cfg.train.mode == "sync" and self.choose() is not None:
             return
-        while len(self.running) + len(self.ready) + len(self.spares) < target:
+        while len(self.running) + len(self.ready) + len(self.spares) + len(self.streamed) < target:
             flight = self.waiting.pop(0) if self.waiting else self.drawn()
             if not self.ledger.reserve(flight.group_index, "", self.typical):
                 self.counts["held_back"] += 1
@@ -181,10 +182,29 @@ class Pool:
         self.fill()
         while (chosen := self.choose()) is None:
             self.pump(1.0)
-            dropped = {k: n for k, n in self.counts.items() if k.startswith("dropped_")}
-            if sum(dropped.values()) > DRAWS * self.batch:
-                raise VimeError(f"{sum(dropped.values())} groups dropped in one step: {dropped}", "look at the reward function and the filters")
+            self.refuse_to_drop_all()
         self.ready = [f for f in self.ready if f not in chosen]
+        self.close(chosen)
+        return sorted(chosen, key=lambda f: f.group_index)
+
+    def stream(self) -> Iterator[list[Flight]]:
+        """The next step's batch in parts, as groups finish; `lost` takes back from the last part. Raises: as take."""
+        self.fill()
+        while room := self.batch - len(self.streamed):
+            part = self.ready[:room] if self.ready or self.running else self.spares[:room]
+            if part:
+                self.ready = [f for f in self.ready if f not in part]
+                self.streamed += part
+                self.ledger.lease([f.group_index for f in part], f"step {self.step}", math.inf)
+                yield part
+            else:
+                self.pump(1.0)
+                self.refuse_to_drop_all()
+        chosen, self.streamed = self.streamed, []
+        self.close(chosen)
+
+    def close(self, chosen: list[Flight]) -> None:
+        """These are the step's batch."""
         for f in self.spares:
             if f not in chosen:
                 self.counts[f"dropped_{f.reason}"] += 1
@@ -194,19 +214,23 @@ class Pool:
         if self.cfg.train.mode == "sync":
             self.interrupt()
         self.step += 1
-        return sorted(chosen, key=lambda f: f.group_index)
 
     def redone(self, batch: list[Flight], lost: list[int]) -> list[Flight]:
         """In place of `batch`, taken last, one that has no groups which the data plane has lost: these are generated again."""
         self.step -= 1
-        self.ledger.nack([f.group_index for f in batch], f"step {self.step}")
-        for f in batch:
+        self.lost(batch, lost)
+        return self.take()
+
+    def lost(self, part: list[Flight], lost: list[int]) -> None:
+        """Of these groups, leased for this step, the data plane has lost some: they begin anew, the others are ready again."""
+        self.ledger.nack([f.group_index for f in part], f"step {self.step}")
+        self.streamed = [f for f in self.streamed if f not in part]
+        for f in part:
             if f.group_index in lost:
                 self.counts["lost"] += 1
                 self.put_back(f, None, None)
             else:
                 self.ready.append(f)
-        return self.take()
 
     def lost_owner(self, owner: str) -> None:
         """A worker has died, and with it the bytes that only it had: finished groups begin anew. (Unfinished ones, too, when they are read.)"""
@@ -226,6 +250,11 @@ class Pool:
                 own.pop(g.ref.key, None)
         self.ledger.ack([f.group_index for f in batch if f.group_index in self.ledger.live], step, f"step {step}")
         return [*own.values(), *self.ledger.free()]  # the former were put by plug-ins in place of the workers' samples
+
+    def refuse_to_drop_all(self) -> None:
+        dropped = {k: n for k, n in self.counts.items() if k.startswith("dropped_")}
+        if sum(dropped.values()) > DRAWS * self.batch:
+            raise VimeError(f"{sum(dropped.values())} groups dropped in one step: {dropped}", "look at the reward function and the filters")
 
     def choose(self) -> list[Flight] | None:
         """`batch` finished groups for this step, or None where there are none yet without making another one late."""

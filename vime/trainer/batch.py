@@ -29,6 +29,7 @@ class RankPlan:
     steps: list[list[list[Item]]]
     skipped: int  # samples of the whole batch, over all ranks, that no rank forwards: removed, or without a gradient
     scales: list[float]  # per step, 1 / its rollouts (token-mean: trained tokens), for losses of plug-ins
+    factor: float | None = 1.0  # what the gradient is multiplied by before the update; None: the step's other parts follow, no update yet
 
     @property
     def minibatches(self) -> list[list[Item]]:
@@ -36,7 +37,12 @@ class RankPlan:
         return [[i for micro in step for i in micro] for step in self.steps]
 
 
-def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: str, horizon: int) -> np.ndarray:
+def denominator(trained: Sequence[int], rollouts: Sequence[int], aggregate: str) -> float:
+    """What all weights of an optimizer step are divided by: its rollouts, or trained tokens. Arguments as token_weights'."""
+    return {"token-mean": max(float(sum(trained)), 1.0), "seq-mean-token-sum-norm": 1.0}.get(aggregate, float(len(set(rollouts))))
+
+
+def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: str, horizon: int, over: float | None = None) -> np.ndarray:
     """Weight of each trained token of each sample, such that loss = sum over trained tokens of weight * token loss.
 
     Args:
@@ -44,20 +50,22 @@ def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: st
         rollouts: rollout id per sample; samples of one rollout share one denominator.
         aggregate: sample-mean | token-mean | seq-mean-token-sum | seq-mean-token-sum-norm.
         horizon: the constant denominator of seq-mean-token-sum-norm (which does not divide by the number of samples).
+        over: in place of the `denominator` of these samples.
     """
-    n = np.asarray(trained, dtype=np.float64)
-    ids, inverse = np.unique(np.asarray(rollouts), return_inverse=True)
+    n, scale = np.asarray(trained, dtype=np.float64), denominator(trained, rollouts, aggregate) if over is None else over
     if aggregate == "sample-mean":
-        per_rollout = np.bincount(inverse, weights=n, minlength=len(ids))
-        return 1.0 / np.maximum(per_rollout, 1)[inverse] / len(ids)
-    scale = {"token-mean": max(float(n.sum()), 1.0), "seq-mean-token-sum": len(ids), "seq-mean-token-sum-norm": horizon}[aggregate]
-    return np.full(len(n), 1.0 / scale)
+        ids, inverse = np.unique(np.asarray(rollouts), return_inverse=True)
+        return 1.0 / np.maximum(np.bincount(inverse, weights=n, minlength=len(ids)), 1)[inverse] / scale
+    return np.full(len(n), 1.0 / (horizon if aggregate == "seq-mean-token-sum-norm" else scale))
 
 
-def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0) -> list[RankPlan]:
+def plan(
+    metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0, part: bool = False
+) -> list[RankPlan]:  # fmt: skip
     """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches, of like cost.
 
-    `width`: the model's hidden size, from which the share of attention follows; 0: cost is tokens.
+    `width`: the model's hidden size, from which the share of attention follows; 0: cost is tokens. `part`: more samples of the optimizer
+    step follow, so weights are not divided by their `denominator` yet (train.stream).
 
     Loss weights are set here, once for all ranks, so their sum depends on nothing below. Samples of a group stay together
     where they can, since they share their prompt's computation. Returns: one RankPlan per rank.
@@ -73,7 +81,8 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
         chosen = set(rollouts[start : start + size])
         rows = [(m, float(a)) for m, a in zip(metas, advantages) if m.rollout_id in chosen]
         trained = [0 if m.removed else m.trained_tokens for m, _ in rows]
-        weights = token_weights(trained, [m.rollout_id for m, _ in rows], cfg.loss.aggregate, cfg.rollout.max_response_len)
+        of = [m.rollout_id for m, _ in rows]
+        weights = token_weights(trained, of, cfg.loss.aggregate, cfg.rollout.max_response_len, 1.0 if part else None)
         live = [(m, Item(m.index, m.group_index, a, float(w))) for (m, a), w, n in zip(rows, weights, trained) if n and not (flat and a == 0)]
         live.sort(key=lambda x: (x[0].group_index, x[0].index))
         skipped += len(rows) - len(live)
@@ -87,7 +96,7 @@ def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, 
             even = _cut(share, n, width)
             fits = all(len(part) <= 1 or sum(_costs(joined(part))) <= budget for part in even)
             steps[r].append([[i for _, i in joined(part)] for part in even] if fits else full + [[]] * (n - len(full)))
-    return [RankPlan(s, skipped, scales) for s in steps]
+    return [RankPlan(s, skipped, scales, None if part else 1.0) for s in steps]
 
 
 def _costs(row: Sequence[tuple[SampleMeta, Item]]) -> list[int]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ SUMS = (
 )
 
 
+@dataclass
+class Begun:
+    """The parts that have come of an optimizer step: what their losses and tokens sum up to on this rank. See RankPlan.factor."""
+
+    sums: torch.Tensor
+    counts: torch.Tensor
+    worst: torch.Tensor
+    own: Counter[str]
+    seconds: float
+
+
 class Trainer:
     """Rank `rank` of `world`. Methods are collectives: call each on every rank, in the same order.
 
@@ -84,6 +96,7 @@ class Trainer:
         self.custom: dict[str, Callable[..., Any]] = {}
         self.own: Counter[str] = Counter()  # metrics of these functions of the user's, summed over the batch
         self.bad_steps = 0  # optimizer steps in a row that had no finite loss and gradient
+        self.begun: list[Begun] = []  # at most one
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None  # the newest checkpoint.async_save
 
@@ -131,7 +144,7 @@ class Trainer:
 
     def train(self, step: int, plan: RankPlan, *groups: list[Sample]) -> dict[str, float]:
         """The optimizer steps of rollout step `step` (the first is 1) on this rank's part of the batch: of the samples in `groups`
-        those of the plan. Returns: metrics, the same on every rank."""
+        those of the plan. Returns: metrics, the same on every rank; of a part of an optimizer step that more parts follow, none."""
         start = time.monotonic()
         samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
@@ -198,6 +211,15 @@ class Trainer:
             before, rows = (worst.clone(), Counter(self.own)), sums.new_zeros(len(mini), len(SUMS))
             jobs = [self.loss_job(batch, row, worst[0], scale) for batch, row in zip(mini, rows, strict=True)]
             self.pipelines[self.model].backward(mini, jobs, f"step {step}")
+            rows = torch.cat([*(b.sums for b in self.begun), rows])
+            if plan.factor is None:
+                total += rows.sum(0)
+                continue
+            if plan.factor != 1:
+                rows[:, : SUMS.index("tokens")] *= plan.factor
+                for p in self.model.parameters():
+                    if p.grad is not None:
+                        p.grad *= plan.factor
             norm = self.norm(self.model)
             if bad := not_finite(self.model, mini, rows[:, SUMS.index("loss")], norm):
                 self.optimizer.zero_grad()
@@ -217,6 +239,14 @@ class Trainer:
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device)
         if self.replays:
             counts[4:] = self.replays[self.model].take()
+        for b in self.begun:
+            counts += b.counts
+            worst = torch.maximum(worst, b.worst)
+            self.own.update(b.own)
+            start -= b.seconds
+        self.begun = [Begun(sums, counts, worst, self.own, time.monotonic() - start)] if plan.factor is None else []
+        if self.begun:
+            return {}
         for t, op in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX), (counts, dist.ReduceOp.SUM)):
             dist.all_reduce(t, op)
         forwarded, tokens, left_out, lag, flips, routed = counts.tolist()
