@@ -39,7 +39,7 @@ def conflicts(cfg: Config) -> list[str]:
         stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
         faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
     if t.stream:
-        unfit = {"train.mode": t.mode == "async", "train.global_batch_size": gbs not in (None, total), "rollout.colocate": r.colocate}
+        unfit: dict[str, object] = {"train.mode": t.mode == "async", "train.global_batch_size": gbs not in (None, total), "rollout.colocate": r.colocate}
         unfit |= {"algo.advantage_estimator, kl_coef or gamma, which look at all tokens of the step": cfg.algo.per_token, "train.objective": cfg.offline}
         keys = ("algo.custom_advantage", "loss.custom", "loss.custom_reducer", "reward.post_process", "rollout.function", "rollout.sample_filter")
         own = {"rollout.all_samples_process": r.all_samples_process, "rollout.data_postprocess": r.data_postprocess}

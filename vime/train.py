@@ -319,9 +319,10 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
             for step in range(start + 1, cfg.train.steps + 1):
                 t0 = time.monotonic()
                 stats: Any = []
+                own: dict[str, float] = {}
                 if online and cfg.train.stream:
                     batch, metas, stats = streamed(cfg, cluster, online, step, width)
-                    own, t1 = {}, time.monotonic() - stats["perf/train_s"]
+                    t1 = time.monotonic() - stats["perf/train_s"]
                     data = {f.group_index: f.data for f in batch if f.data}
                 else:
                     batch, own = whole_rollout(online, args) if online and cfg.rollout.function else (pool.take(), {})
