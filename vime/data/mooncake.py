@@ -131,16 +131,17 @@ class Mooncake(Store):
         if 1 in there:
             raise DuplicateKey(f"group {keys[there.index(1)]} is stored already, in Mooncake at {self.spec.master}")
         todo, end = dict(zip(keys, objects)), time.monotonic() + GONE
-        while True:
+        for again in itertools.count():
             codes = self.ask("batch_put_from", [*todo], [o.ctypes.data for o in todo.values()], [len(o) for o in todo.values()], self.place)
             bad = {k: rc for k, rc in zip(todo, codes) if rc}
             if not bad:
                 break
             key, rc = next(iter(bad.items()))
-            if FULL in bad.values() or time.monotonic() > end:
+            full = FULL in bad.values()  # as is a store whose master has just come back, until its segments have
+            if (full and not again) or time.monotonic() > end:
                 self.free(keys)
                 what = f"group {key} of {len(todo[key])} bytes: Mooncake at {self.spec.master}"
-                if FULL in bad.values():
+                if full:
                     raise StoreFull(f"{what} has no room", "raise data_plane.mooncake.segment_bytes, or lower data_plane.budget_bytes")
                 raise VimeError(f"{what}: {SAID.get(rc, f'error {rc}')}", "is its master, or a storage process, gone?")
             todo = {k: todo[k] for k in bad}
