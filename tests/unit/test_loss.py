@@ -1,5 +1,7 @@
 """Corrections and HeadLoss against plain autograd: truncated supports, and losses that need all tokens at once."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -150,15 +152,15 @@ def problems(draw):
     for i in range(n):
         keep[i, draw(st.lists(st.integers(0, v - 1), max_size=v))] = True
         keep[i, labels[i]] = True
-    seed, chunk, whole = draw(st.integers(0, 99)), draw(st.integers(1, 10)), draw(st.booleans())
-    return labels, keep if truncated else torch.ones_like(keep), truncated, chunk, whole, draw(st.sampled_from([0.0, 0.3])), seed
+    seed, chunk, block, whole = draw(st.integers(0, 99)), draw(st.integers(1, 10)), draw(st.integers(1, 40)), draw(st.booleans())
+    return labels, keep if truncated else torch.ones_like(keep), truncated, (chunk, block), whole, draw(st.sampled_from([0.0, 0.3])), seed
 
 
 @settings(deadline=None, max_examples=60)
 @given(problem=problems())
 def test_head_loss_equals_autograd(problem):
-    """Value and both gradients, for every chunk size, with supports and without, entropy always over the whole vocabulary."""
-    labels, keep, truncated, chunk, whole, entropy_coef, seed = problem
+    """Value and both gradients, for all sizes of chunks and blocks, with supports and without, entropy always over the whole vocabulary."""
+    labels, keep, truncated, (chunk, block), whole, entropy_coef, seed = problem
     torch.manual_seed(seed)
     n, v = keep.shape
     hidden, weight = torch.randn(n, 5, requires_grad=True), torch.randn(v, 5, requires_grad=True)
@@ -175,9 +177,11 @@ def test_head_loss_equals_autograd(problem):
     want = loss_fn(lp, -(logp.exp() * logp).sum(-1), slice(0, n))
     grads = torch.autograd.grad(want, (hidden, weight))
     support = (keep.nonzero()[:, 1], torch.cat([torch.zeros(1, dtype=torch.int64), keep.sum(1).cumsum(0)])) if truncated else None
-    got = HeadLoss.apply(hidden, weight, labels, 0.7, chunk, loss_fn, entropy_coef != 0, support, whole)
+    with patch("vime.trainer.loss.CPU_BLOCK", block):
+        got = HeadLoss.apply(hidden, weight, labels, 0.7, chunk, loss_fn, entropy_coef != 0, support, whole)
+        alone = head_log_probs(hidden.detach(), weight.detach(), labels, 0.7, chunk, support)
     got.backward()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip((hidden.grad, weight.grad), grads):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(head_log_probs(hidden.detach(), weight.detach(), labels, 0.7, chunk, support), lp.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(alone, lp.detach(), rtol=1e-5, atol=1e-5)

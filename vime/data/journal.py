@@ -74,7 +74,7 @@ class Book:
             try:
                 self.apply(orjson.loads(line))
             except (ValueError, TypeError, KeyError) as e:
-                if any(later.startswith(SYNCED) for later in lines[i + 1 :]):  # then no crash did this
+                if not isinstance(e, orjson.JSONDecodeError) or any(later.startswith(SYNCED) for later in lines[i + 1 :]):  # no crash did this
                     raise VimeError(f"{self.path}:{i + 1} is damaged: {said(e)}", "remove it: what waits to be trained is generated again") from e
                 return i > 0
         return bool(lines)

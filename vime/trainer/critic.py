@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from vime.config import Config
 from vime.trainer.layout import Layout
 from vime.trainer.loss import value_loss
-from vime.trainer.packing import Pack
+from vime.trainer.packing import Pack, Sealed
 from vime.trainer.parallel import load_model
 
 SUMS = ("value_loss", "value_clipfrac", "value", "return", "squares", "error", "weight")  # of tokens, all but the first times loss weights
@@ -35,7 +35,7 @@ class Critic:
 
     def forward(self, batch: Pack) -> torch.Tensor:
         """Values (M,) of a micro-batch's trained tokens, float32."""
-        out = self.model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, packing=batch).logits
+        out = self.model(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, packing=Sealed(batch)).logits
         return out[0, :, 0][batch.rows]
 
     @torch.no_grad()

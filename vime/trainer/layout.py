@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
@@ -92,17 +92,21 @@ class Layout:
         if experts:
             apply_expert_parallelism(model, self.expert["ep"], self.dense["tp"], experts)
         if self.world > 1 or policy.param_dtype:
+
+            def shard(module: Any, mesh: Any, keep: bool = False, **kw: Any) -> None:
+                alone = mesh.size() == 1  # nothing to shard: FSDP is what keeps master weights beside those that compute
+                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not (keep or alone), **kw)
+                module.set_force_sum_reduction_for_comms(True)  # a plain sum
+                if not alone:  # where torch would divide for itself, and copy all gradients to do so
+                    module.set_gradient_divide_factor(1.0)
+
             for name, module in model.named_modules():
                 if experts.get(replace_layer_number_by_wildcard(name)) == DISPATCH:
-                    fully_shard(module, mesh=self.expert["efsdp"], mp_policy=policy, shard_placement_fn=self.expert_placement)
+                    shard(module, self.expert["efsdp"], shard_placement_fn=self.expert_placement)
             for layer in base.layers:
                 if not isinstance(layer, PipelineIdentityLayer):
-                    fully_shard(layer, mesh=self.dense["fsdp"], mp_policy=policy)
-            fully_shard(model, mesh=self.dense["fsdp"], mp_policy=policy, reshard_after_forward=False)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # a plain sum; also avoids torch's double division for groups of one
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+                    shard(layer, self.dense["fsdp"])
+            shard(model, self.dense["fsdp"], keep=True)
 
     def expert_placement(self, param: torch.nn.Parameter) -> Shard:
         """FSDP's cut of experts: between experts, or through them where each rank has too few."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # beyond it exp() only overflows; inside it nothing changes
+CPU_BLOCK = 2**21  # logits whose softmax is taken at once on a CPU
 LossFn = Callable[[Tensor, Tensor, slice], Tensor]
 Support = tuple[Tensor, Tensor]  # ids (K,) and offsets (N + 1,), int64: token i was drawn from ids[offsets[i] : offsets[i + 1]]
 
@@ -128,18 +129,19 @@ def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
     return k3 if kind == "k3" else k3.clamp(-10, 10)
 
 
-def chunk_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, rows: Tensor | None = None, ids: Tensor | None = None
+def token_log_probs(
+    logits: Tensor, labels: Tensor, temperature: float, rows: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log_probs (N,), entropy (N,), logp (N, V), p (N, V) of a few tokens, in float32 whatever the inputs are: hidden (N, D),
-    weight (V, D), labels (N,) int64; logits are divided by `temperature` first.
+    """log_probs (N,), entropy (N,), logp (N, V), p (N, V) of a few tokens, in float32 whatever the logits (N, V) are; labels (N,) int64;
+    logits are divided by `temperature` first.
 
     Where token rows[k] was drawn from ids[k], for all k, and from nothing else, log_probs are over these ids only, and the last
     result holds their probabilities q (K,); it is p otherwise. Entropy, logp and p are always over the whole vocabulary.
     """
-    logp = torch.log_softmax((hidden @ weight.T).float().div_(temperature), -1)
+    logits = logits.float()
+    logp = torch.log_softmax(logits / temperature if temperature != 1 else logits, -1)
     p = logp.exp()
-    lp, entropy = logp.gather(1, labels[:, None])[:, 0], -torch.einsum("nv,nv->n", p, logp)
+    lp, entropy = logp.gather(1, labels[:, None])[:, 0], -torch.linalg.vecdot(p, logp)
     if rows is None or ids is None:
         return lp, entropy, logp, p, p
     part = logp[rows, ids]
@@ -158,10 +160,20 @@ def support_of(support: Support | None, part: slice) -> tuple[Tensor, Tensor] | 
     return rows, ids[ends[0] : ends[-1]]
 
 
+def slices(part: slice, size: int) -> list[slice]:
+    """A range of tokens in pieces of `size`."""
+    return [slice(i, min(i + size, part.stop)) for i in range(part.start, part.stop, size)]
+
+
+def block_of(logits: Tensor) -> int:
+    """Tokens of a chunk whose softmax is taken at once: on a CPU few, so that float32 rows stay in its cache from one operation to the next."""
+    return max(1, CPU_BLOCK // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+
+
 class HeadLoss(torch.autograd.Function):
     """Vocabulary projection, log-softmax and loss in one, a chunk of tokens at a time.
 
-    The (tokens, vocabulary) logits never exist whole. A chunk's gradient is taken while its logits are at hand, so that backward()
+    The (tokens, vocabulary) logits never exist whole; a chunk's are in the compute type and become its gradient in place, so that backward()
     only scales what forward() found, and nothing is computed twice unless the loss needs all tokens at once.
     """
 
@@ -178,49 +190,61 @@ class HeadLoss(torch.autograd.Function):
         support: Support | None = None,
         whole: bool = False,
     ) -> Tensor:
-        """hidden (N, D), weight (V, D), labels (N,). `loss_fn(log_probs, entropy, tokens)` gets leaf tensors of the chunk that
-        the slice `tokens` names and returns its summed loss; it may keep statistics. use_entropy: does the loss depend on it?
+        """hidden (N, D), weight (V, D), labels (N,). `loss_fn(log_probs, entropy, tokens)` gets leaf tensors of the tokens that
+        the slice `tokens` names and returns their summed loss; it may keep statistics. use_entropy: does the loss depend on it?
         support: what each token was drawn from, None: the vocabulary. whole: call loss_fn once, for all tokens; more than one chunk
         are then projected twice.
 
         Returns: the scalar sum of the chunks' losses, float32.
         """
         d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        parts = [slice(i, min(i + chunk, len(labels))) for i in range(0, len(labels), chunk)]
+        everything = slice(0, len(labels))
+        parts = slices(everything, chunk)
 
-        def project(part: slice) -> tuple[Tensor, ...]:
-            return chunk_log_probs(hidden[part], weight, labels[part], temperature, *support_of(support, part))
+        def look(z: Tensor, part: slice, block: slice) -> tuple[Tensor, ...]:
+            own = z[block.start - part.start : block.stop - part.start]
+            return own, *token_log_probs(own, labels[block], temperature, *support_of(support, block))
 
-        def gradient(lp: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        def gradient(lp: Tensor, entropy: Tensor, block: slice) -> tuple[Tensor, Tensor]:
             lp, entropy = lp.requires_grad_(), entropy.clone().requires_grad_()
             with torch.enable_grad():
-                loss = loss_fn(lp, entropy, part)
+                loss = loss_fn(lp, entropy, block)
             total.add_(loss.detach())
             return torch.autograd.grad(loss, (lp, entropy), materialize_grads=True)
 
-        ahead = None
-        if whole and len(parts) > 1:
-            lps, entropies = zip(*(project(part)[:2] for part in parts))
-            ahead = gradient(torch.cat(lps), torch.cat(entropies), slice(0, len(labels)))
+        ahead, z = None, hidden[:0]
+        if whole and parts:
+            found = []
+            for part in parts:
+                z = hidden[part] @ weight.T
+                found += [look(z, part, block)[1:3] for block in slices(part, block_of(z))]
+            lps, entropies = zip(*found)
+            ahead = gradient(torch.cat(lps), torch.cat(entropies), everything)
         for part in parts:
-            lp, entropy, logp, p, q = project(part)
-            g_lp, g_ent = gradient(lp, entropy, part) if ahead is None else (g[part] for g in ahead)
-            rows, ids = support_of(support, part)
-            shared = torch.zeros_like(g_lp) if rows is not None else g_lp  # of dlp/dz_j = [j = label] - q_j, q_j is p_j or apart
-            if use_entropy:  # dH/dz_j = -p_j (log p_j + H)
-                g = p.mul_(logp.add_(entropy[:, None]).mul_(-g_ent[:, None]).sub_(shared[:, None]))
-            else:
-                g = p.mul_(-shared[:, None])
-            if rows is not None:
-                g.index_put_((rows, ids), -g_lp[rows] * q, accumulate=True)
-            g.scatter_add_(1, labels[part, None], g_lp[:, None]).div_(temperature)
-            g = g.to(hidden.dtype)
-            d_hidden[part] = g @ weight
-            if d_weight is not None:
-                d_weight.addmm_(g.T, hidden[part]) if g.dtype == torch.float32 else d_weight.add_(g.T @ hidden[part])
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+            if ahead is None or len(parts) > 1:
+                z = hidden[part] @ weight.T
+            for block in slices(part, block_of(z)):
+                own, lp, entropy, logp, p, q = look(z, part, block)
+                g_lp, g_ent = gradient(lp, entropy, block) if ahead is None else (g[block] for g in ahead)
+                rows, ids = support_of(support, block)
+                shared = torch.zeros_like(g_lp) if rows is not None else g_lp  # of dlp/dz_j = [j = label] - q_j, q_j is p_j or apart
+                if use_entropy:  # dH/dz_j = -p_j (log p_j + H)
+                    g = p.mul_(logp.add_(entropy[:, None]).mul_(-g_ent[:, None]).sub_(shared[:, None]))
+                else:
+                    g = p.mul_(-shared[:, None])
+                if rows is not None:
+                    g.index_put_((rows, ids), -g_lp[rows] * q, accumulate=True)
+                g.scatter_add_(1, labels[block, None], g_lp[:, None])
+                own.copy_(g.div_(temperature) if temperature != 1 else g)
+            d_hidden[part] = z @ weight
+            if ctx.needs_input_grad[1]:
+                new = z.T @ hidden[part]
+                d_weight = new if d_weight is None else d_weight.float().add_(new)  # chunks add up in float32
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+        ctx.save_for_backward(d_hidden, d_weight)
         return total
 
     @staticmethod
@@ -236,7 +260,9 @@ class HeadLoss(torch.autograd.Function):
 def head_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, support: Support | None = None) -> Tensor:
     """Logprobs of `labels` (N,) from hidden states (N, D) and the head's weight (V, D): float32 (N,), no gradient, chunked."""
     out = hidden.new_empty(len(labels), dtype=torch.float32)
-    for i in range(0, len(labels), chunk):
-        part = slice(i, min(i + chunk, len(labels)))
-        out[part] = chunk_log_probs(hidden[part], weight, labels[part], temperature, *support_of(support, part))[0]
+    for part in slices(slice(0, len(labels)), chunk):
+        z = hidden[part] @ weight.T
+        for block in slices(part, block_of(z)):
+            own = z[block.start - part.start : block.stop - part.start]
+            out[block] = token_log_probs(own, labels[block], temperature, *support_of(support, block))[0]
     return out

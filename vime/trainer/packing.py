@@ -70,6 +70,14 @@ class Pack:
         return Pack(*(move(getattr(self, f.name)) for f in fields(self)))
 
 
+class Sealed:
+    """A Pack on its way through a model. FSDP looks for tensors in all that a module is given, in dataclasses and lists too: that would be
+    every token of every sample, several times a layer."""
+
+    def __init__(self, pack: Pack):
+        self.pack = pack
+
+
 def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     """Lay out one micro-batch; an empty one becomes a single token that trains nothing (its rank still joins the collectives)."""
     shared: dict[tuple[int, tuple[int, ...], bytes], list[Item]] = {}

@@ -25,7 +25,7 @@ from vime.errors import VimeError
 from vime.trainer import vision
 from vime.trainer.context import to_heads, to_sequence
 from vime.trainer.layout import Layout
-from vime.trainer.packing import Pack
+from vime.trainer.packing import Sealed
 from vime.trainer.ring import ring_attention
 
 FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
@@ -45,28 +45,29 @@ def init(rank: int, world: int, addr: str, port: int, timeout: float) -> torch.d
 
 
 def packed_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, packing: Pack | None = None, **kw: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, packing: Sealed | None = None, **kw: Any
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each sample of a packed row to itself and to the prompt it shares. query/key/value: (1, heads, T, dim)."""
     assert packing is not None, "models loaded by vime run on packed micro-batches only"
     if kw.get("s_aux") is not None:
         raise VimeError(f"{type(module).__name__}: attention sinks are not supported")
-    deal, ring = packing.cp[query.shape[1]] if packing.cp else (None, None)
+    batch = packing.pack
+    deal, ring = batch.cp[query.shape[1]] if batch.cp else (None, None)
     if deal:
         query, key, value = (to_heads(t, deal) for t in (query, key, value))
     if ring:
-        out = ring_attention(query, key, value, packing.segments, kw.get("scaling"), ring)
+        out = ring_attention(query, key, value, batch.segments, kw.get("scaling"), ring)
         return to_sequence(out, deal) if deal else out, None
     q, k, v = (t[0].transpose(0, 1).flatten(1) for t in (query, key, value))  # (T, heads * dim)
     dim, window, outs = query.shape[-1], kw.get("sliding_window"), []
-    for b in packing.buckets:
+    for b in batch.buckets:
         if window and b.keys.shape[1] > window:
             raise VimeError(f"samples of {b.keys.shape[1]} tokens exceed the model's sliding attention window of {window}")
         qb, kb, vb = (F.embedding(i, t).unflatten(-1, (-1, dim)).transpose(1, 2) for i, t in ((b.queries, q), (b.keys, k), (b.keys, v)))
         gqa, scale = qb.shape[1] != kb.shape[1], kw.get("scaling")
         o = F.scaled_dot_product_attention(qb, kb, vb, b.mask, is_causal=b.mask is None, scale=scale, enable_gqa=gqa)
         outs.append(o.transpose(1, 2).flatten(0, 1).flatten(1))
-    out = F.embedding(packing.scatter, torch.cat(outs) if len(outs) > 1 else outs[0])
+    out = F.embedding(batch.scatter, torch.cat(outs) if len(outs) > 1 else outs[0])
     out = out.view(1, out.shape[0], -1, value.shape[-1])
     return to_sequence(out, deal) if deal else out, None
 

@@ -17,7 +17,7 @@ from vime.errors import VimeError
 from vime.trainer.context import own_rows, whole_weight
 from vime.trainer.faults import alone, named
 from vime.trainer.layout import Layout
-from vime.trainer.packing import Pack
+from vime.trainer.packing import Pack, Sealed
 from vime.trainer.vision import Vision
 
 
@@ -54,13 +54,13 @@ class Pipeline:
         rows = own_rows(hidden[0], batch.everything if job.everything else batch.trained, self.layout)
         return job.run(rows, whole_weight(self.head.weight, self.layout))
 
-    def stage(self, x: Tensor | None, part: int, batch: Pack, job: Job) -> Tensor:
+    def stage(self, x: Tensor | None, part: int, sealed: Sealed, job: Job) -> Tensor:
         """The forward of this rank's stage number `part`: hidden states (1, T, D), of the last stage what the job returns."""
-        stage = self.layout.stages[part]
+        stage, batch = self.layout.stages[part], sealed.pack
         feed = {"position_ids": batch.positions} | ({"input_ids": batch.ids} if stage == 0 else {"inputs_embeds": x})
         feed = self.vision.arguments(batch) if self.vision else feed
         with self.only(part, stage == self.last):
-            hidden = self.base(**feed, use_cache=False, packing=batch).last_hidden_state
+            hidden = self.base(**feed, use_cache=False, packing=sealed).last_hidden_state
             out = self.head(hidden, batch, job) if stage == self.last else hidden
             shared = self.vision and self.layout.world > 1 and torch.is_grad_enabled()
             return out + self.vision.untouched() if self.vision and shared else out
@@ -90,7 +90,7 @@ class Pipeline:
             if stage:
                 x = torch.empty_like(self.like(batch), device=self.layout.device, requires_grad=False)
                 dist.recv(x, group=group, group_src=(stage - 1) % pp)
-            out = self.model(x, part, batch, job)
+            out = self.model(x, part, Sealed(batch), job)
             if stage < self.last:
                 dist.send(out.contiguous(), group=group, group_dst=(stage + 1) % pp)
         return out if out is not None and self.layout.last else torch.empty(0, device=self.layout.device)
@@ -101,7 +101,7 @@ class Pipeline:
         if self.layout.p.pp == 1:
             for k, (batch, job) in enumerate(zip(batches, jobs, strict=True)):
                 with alone(f"{what}, {named(batches, k)}"):
-                    self.model(None, 0, batch, job).backward()
+                    self.model(None, 0, Sealed(batch), job).backward()
             return
         if not batches:  # nothing to train
             return
@@ -134,4 +134,4 @@ class _Stage(torch.nn.Module):
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
         i = int(at)
         with alone(f"{self.what}, {named(self.batches, i)}"):
-            return self.pipeline.model(x, self.part, self.batches[i], self.jobs[i])
+            return self.pipeline.model(x, self.part, Sealed(self.batches[i]), self.jobs[i])

@@ -75,7 +75,7 @@ class Replay:
                 module.forward = partial(self.route, module, int(found[1]), module.forward)
 
     def see(self, layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.batch = kwargs.get("packing")
+        self.batch = kwargs["packing"].pack if "packing" in kwargs else None
 
     def route(self, router: Any, layer: int, forward: Callable[..., Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(router logits, weights (T, top_k), experts (T, top_k))"""
