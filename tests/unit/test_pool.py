@@ -129,6 +129,28 @@ def test_no_token_is_too_old_and_no_group_is_lost_or_trained_twice(mode, work, f
         pool.version = workers.now = step
 
 
+@given(st.sampled_from(["sync", "over-sampling", "partial"]), st.lists(st.integers(1, 9), min_size=1, max_size=9), st.lists(st.booleans(), max_size=4))
+def test_a_stream_is_a_batch_in_parts(mode, work, losses):
+    """Groups that the data plane loses meanwhile come again; none is drawn for nothing, none comes twice."""
+    pool, workers, _ = make(mode, work, [])
+    fate, trained = iter(losses), []
+    for step in range(1, 4):
+        batch = []
+        for part in pool.stream():
+            assert part
+            if next(fate, False):
+                pool.lost(part, [part[0].group_index])
+                batch += [f for f in part if f not in pool.ready and f.data]
+            else:
+                batch += part
+        assert len(batch) == BATCH and pool.step == step + 1
+        trained += [f.group_index for f in batch]
+        assert pool.trained(step, batch) is not None
+        workers.now = step
+        held = [f.group_index for f in (*pool.ready, *pool.waiting, *pool.running.values())]
+        assert sorted(trained + held) == list(range(pool.prompts.given))
+
+
 @given(st.sampled_from(list(MODES)), st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_a_snapshot_holds_every_group(mode, work):
     pool, _, _ = make(mode, work, [])
