@@ -147,7 +147,7 @@ def data_plane(cfg: Config) -> list[str]:
         if not used and getattr(d, name) != type(getattr(d, name))():
             faults.append(f"[data_plane.{name}] has no meaning with data_plane.backend = {d.backend!r}: leave it out")
     segments = cfg.rollout.num_workers if m.storage == "own" else m.processes
-    if m.replicas > segments and not m.master:
+    if d.backend == "mooncake" and m.replicas > segments and not m.master:
         faults.append(f"data_plane.mooncake.replicas {m.replicas} copies need as many segments, and {m.storage!r} storage has {segments}")
     if m.device and m.protocol == "tcp":
         faults.append(f'data_plane.mooncake.device {m.device!r} is of protocol = "rdma"')
