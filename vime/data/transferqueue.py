@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ def start(spec: Spec, host: str) -> None:
     try:
         within(120, queue(spec.settings.timeout).init, {"controller": {"polling_mode": True}, "backend": backend})
     except Exception as e:
+        stop()
         raise VimeError(f"TransferQueue did not start: {said(e)}", "see data_plane.transferqueue") from e
 
 
@@ -85,7 +87,8 @@ class Queue(Store):
             tags = [{"nbytes": len(o)} for o in objects]
             self.ask(self.tq.kv_batch_put, keys, self.spec.run, TensorDict({"bytes": column}, batch_size=len(keys)), tags)
         except VimeError:
-            self.free(keys)  # a put that fails leaves its keys behind
+            with suppress(VimeError):
+                self.free(keys)  # a put that fails leaves its keys behind
             raise
         return [("", None)] * len(keys)
 
