@@ -174,16 +174,17 @@ class Mooncake(Store):
     def fetch(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
         """Of each object its bytes first to end of each span, or what was found in their place. What fails but is there is read once more;
         where there are replicas, until the master has noticed which one is gone: readers don't turn to another by themselves."""
-        end = time.monotonic() + (GONE if self.place.replica_num > 1 else 0)
+        end, again = time.monotonic() + (GONE if self.place.replica_num > 1 else 0), False
         out: list[Any] = self.once(refs, spans) if refs else []
-        for again in itertools.count():
-            todo = [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]
-            if not todo or (again and time.monotonic() > end):
-                return out
+        while todo := [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]:
+            if again and time.monotonic() > end:
+                break
             self.counts["reread"] += len(todo)
-            time.sleep(0.3 * bool(again))
+            time.sleep(0.3 * again)
+            again = True
             for i, one in zip(todo, self.once([refs[i] for i in todo], [spans[i] for i in todo])):
                 out[i] = one
+        return out
 
     def once(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
         """One call for all of fetch's."""
