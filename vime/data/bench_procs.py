@@ -1,0 +1,361 @@
+"""The processes of `vime bench dataplane`: m producers, n consumers and one controller; how each path takes samples from the ones to the others.
+
+All talk over TCP sockets of zmq in pickle protocol 5 with arrays as frames of their own, so that what is measured is the path and not a poor socket.
+Item i is made by producer i % m; `who[i]` is the consumer that reads it: an all-to-all re-shard. A round: the controller asks the producers for
+an offer, deals what they offer to the consumers, and ends when each consumer has answered with the sum of every byte it was given.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import mmap
+import pickle
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from vime.errors import said
+
+Array = np.ndarray
+THROUGH = ("lists", "json", "torch-ray", "numpy", "numpy-ray")  # the bytes go through the controller
+TEXT = {"ids": np.int32, "logprobs": np.float32, "mask": np.uint8}
+
+
+def fields(kind: str, group: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Field -> (shape, dtype) of one item, which is a group of samples: text2k and text16k, routing (16k tokens, 48 layers, 8 experts each,
+    layer-major), pixels (2k tokens and one picture of 3 x 512 x 512 float32, 3 MiB, per group)."""
+    tokens = 2048 if kind in ("text2k", "pixels") else 16384
+    out: dict[str, tuple[tuple[int, ...], Any]] = {f: ((group * tokens,), dtype) for f, dtype in TEXT.items()}
+    if kind == "routing":
+        out["routing"] = ((48, group * tokens, 8), np.uint8)
+    return out | ({"pixels": ((3, 512, 512), np.float32)} if kind == "pixels" else {})
+
+
+def nbytes(kind: str, group: int) -> int:
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in fields(kind, group).values())
+
+
+def checksum(arrays: Any) -> int:
+    """Sum of all bytes as int64, modulo 2**63. Every field's length is a multiple of 8 bytes."""
+    return sum(int(np.add.reduce(np.ascontiguousarray(a).reshape(-1).view(np.int64))) for a in arrays) % 2**63
+
+
+def send(sock: Any, obj: Any, *envelope: bytes) -> int:
+    """Returns the bytes sent."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+    raw = [b.raw() for b in buffers]
+    sock.send_multipart([*envelope, head, *raw], copy=False)
+    return len(head) + sum(r.nbytes for r in raw)
+
+
+def load(frames: list[zmq.Frame]) -> Any:
+    return pickle.loads(frames[0].buffer, buffers=[f.buffer for f in frames[1:]])
+
+
+def ray_put(obj: Any) -> tuple[Any, bytes]:
+    import ray
+
+    ref = ray.put(obj)
+    return ref, ray.cloudpickle.dumps(ref)
+
+
+def ray_get(ref: bytes) -> Any:
+    import ray
+
+    return ray.get(ray.cloudpickle.loads(ref))
+
+
+def ray_free(refs: list[Any]) -> None:
+    from ray._private.internal_api import free
+
+    free(refs)  # a reference that was pickled by hand keeps its object for ever
+
+
+class Party:
+    """What every process has: its specification and the stores it has opened."""
+
+    def __init__(self, role: str, spec: dict[str, Any]):
+        self.role, self.spec, self.name = role, spec, spec["name"]
+        self.stores: dict[str, Any] = {}
+        self.held: list[Any] = []  # objects in Ray's store
+
+    def open(self, path: str, spec: Any) -> None:
+        """Make ready for `path`; `spec` is that of its store, None where it has none."""
+        if path.endswith("-ray") or (spec and spec.settings.backend in ("ray", "transferqueue")):
+            import ray
+
+            if not ray.is_initialized():
+                quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+                ray.init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["host"], **quiet)
+        if "torch" in path:
+            import torch
+
+            torch.set_num_threads(1)
+        if spec:
+            from vime.data.plane import open_store
+
+            self.stores[path] = open_store(spec, self.name if self.role == "producer" else "")
+
+    def ray_drop(self) -> None:
+        if self.held:
+            ray_free(self.held)
+            self.held = []
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+
+class Producer(Party):
+    kind, group, items, data = "", 1, [0], {"": np.zeros(0)}
+    address = ""
+
+    def make(self, kind: str, group: int, items: list[int]) -> dict[int, int]:
+        """Make the arrays [len(items), ...] of each field; returns the items' checksums."""
+        self.kind, self.group, self.items, self.data = kind, group, items, {}
+        rng = np.random.default_rng(items)
+        noise = np.frombuffer(rng.bytes(1 << 22), np.uint8)
+        for f, (shape, dtype) in fields(kind, group).items():
+            if f == "routing":
+                a = np.resize(noise & 127, (len(items), *shape))
+            elif dtype == np.float32:
+                a = np.resize((noise.view(np.uint32) >> 9).astype(np.float32) / 2**23, (len(items), *shape))
+            else:
+                a = rng.integers(0, 2 if dtype == np.uint8 else 150_000, (len(items), *shape), dtype=dtype)
+            a.reshape(len(items), -1)[:, 0] = [j % 127 for j in items]
+            self.data[f] = a
+        return {j: checksum(a[p] for a in self.data.values()) for p, j in enumerate(items)}
+
+    def item(self, p: int) -> dict[str, Array]:
+        return {f: a[p] for f, a in self.data.items()}
+
+    def offer(self, path: str, tag: str) -> Any:
+        """What the controller gets: the samples themselves in its paths, else item -> where it is."""
+        if path == "lists":
+            return [(j, {f: a.tolist() for f, a in self.item(p).items()}) for p, j in enumerate(self.items)]
+        if path == "json":
+            return [json.dumps({"item": j, **{f: _jsonable(f, a) for f, a in self.item(p).items()}}) for p, j in enumerate(self.items)]
+        if path == "numpy":
+            return self.items, self.data
+        if path in ("numpy-ray", "torch-ray"):
+            ref, name = ray_put(self.data if path == "numpy-ray" else _tensors(self.data))
+            self.held.append(ref)
+            return self.items, name
+        if path == "mmap":
+            return self._write(Path(self.spec["folder"]) / self.name)
+        if path == "zmq":
+            return {j: (self._serve(), p) for p, j in enumerate(self.items)}
+        keys = [f"{tag}/g{j}/a0" for j in self.items]
+        refs = self.stores[path].put({key: self.item(p) for p, key in enumerate(keys)})
+        return dict(zip(self.items, refs))
+
+    def free(self, path: str, tag: str) -> None:
+        self.ray_drop()
+        if path == "mmap":
+            (Path(self.spec["folder"]) / self.name).unlink(missing_ok=True)
+        if path in self.stores:
+            self.stores[path].free([f"{tag}/g{j}/a0" for j in self.items])
+
+    def _write(self, file: Path) -> dict[int, Any]:
+        """The arrays one after another in a new file in shared memory."""
+        size = sum(a.nbytes for a in self.data.values())
+        with file.open("wb+") as f:
+            f.truncate(size)
+            with mmap.mmap(f.fileno(), size) as m:
+                at = 0
+                places: list[list[tuple[int, int]]] = [[] for _ in self.items]
+                for a in self.data.values():
+                    m[at : at + a.nbytes] = a.data.cast("B")
+                    step = a.nbytes // len(self.items)
+                    for p, place in enumerate(places):
+                        place.append((at + p * step, step))
+                    at += a.nbytes
+        return {j: (str(file), place) for j, place in zip(self.items, places)}
+
+    def _serve(self) -> str:
+        """Address of a thread that sends rows without copying them."""
+        if not self.address:
+            sock: Any = zmq.Context.instance().socket(zmq.ROUTER)
+            self.address = f"tcp://{self.spec['host']}:{sock.bind_to_random_port('tcp://' + self.spec['host'])}"
+
+            def loop() -> None:
+                while True:
+                    who, rows = sock.recv_multipart()
+                    sock.send_multipart([who, *(a[p] for p in json.loads(rows) for a in self.data.values())], copy=False)
+
+            threading.Thread(target=loop, daemon=True).start()
+        return self.address
+
+
+class Consumer(Party):
+    peers: dict[str, Any] = {}
+
+    def take(self, path: str, part: Any) -> int:
+        """The sum of every byte of `part`, as the controller dealt it."""
+        if path == "lists":
+            return checksum(np.asarray(v, TEXT.get(f, np.float32 if f == "pixels" else np.uint8)) for _, d in part for f, v in d.items())
+        if path == "json":
+            return checksum(a for d in part for a in d.values())
+        if path == "numpy":
+            return checksum(part.values())
+        if path == "numpy-ray":
+            return checksum(ray_get(part).values())
+        if path == "torch-ray":
+            return checksum(t.numpy() for t in ray_get(part).values())
+        if path == "mmap":
+            maps = {file: _mapped(file) for file in {file for file, _ in part}}
+            return checksum(np.frombuffer(maps[file], np.uint8, size, at) for file, places in part for at, size in places)
+        if path == "zmq":
+            return self._pull(part)
+        return checksum(a for d in self.stores[path].get(part) for a in d.values())
+
+    def _pull(self, part: list[tuple[str, int]]) -> int:
+        rows: dict[str, list[int]] = {}
+        for address, p in part:
+            rows.setdefault(address, []).append(p)
+        for address, wanted in rows.items():
+            if address not in self.peers:
+                self.peers[address] = zmq.Context.instance().socket(zmq.DEALER)
+                self.peers[address].connect(address)
+            self.peers[address].send(json.dumps(wanted).encode())
+        return sum(checksum(np.frombuffer(f.buffer, np.uint8) for f in self.peers[a].recv_multipart(copy=False)) for a in rows) % 2**63
+
+
+class Controller(Party):
+    """Bound to a TCP address for producers and consumers, and to a file for the one who runs the benchmark."""
+
+    def __init__(self, role: str, spec: dict[str, Any], sock: Any):
+        super().__init__(role, spec)
+        self.sock, self.bytes = sock, 0
+        self.present: set[bytes] = set()
+
+    def ask(self, who: str, method: str, args: list[Any]) -> list[Any]:
+        """Call `method` of all producers or consumers, each with its own of `args`; their answers in order. Raises the first error they name."""
+        names = [f"{who}{i}".encode() for i in range(len(args))]
+        for name, a in zip(names, args):
+            self.bytes += send(self.sock, (method, a), name)
+        out: dict[bytes, Any] = {}
+        while len(out) < len(names):
+            name, *frames = self.sock.recv_multipart(copy=False)
+            self.bytes += sum(len(f) for f in frames)
+            out[name.bytes] = load(frames)
+        if errors := [f"{n.decode()}: {value}" for n, (fine, value) in out.items() if not fine]:
+            raise RuntimeError(errors[0])
+        return [out[n][1] for n in names]
+
+    def ready(self) -> None:
+        """Returns when all are there."""
+        while len(self.present) < self.spec["m"] + self.spec["n"]:
+            self.present.add(self.sock.recv_multipart()[0])
+
+    def open_all(self, path: str, spec: Any) -> None:
+        """Of all processes."""
+        self.open(path, spec)
+        for who, count in (("producer", self.spec["m"]), ("consumer", self.spec["n"])):
+            self.ask(who, "open", [(path, spec)] * count)
+
+    def round(self, path: str, tag: str, who: list[int]) -> dict[str, Any]:
+        m, n, self.bytes = self.spec["m"], self.spec["n"], 0
+        cpu, begun = time.process_time(), time.perf_counter()
+        try:
+            offers = self.ask("producer", "offer", [(path, tag)] * m)
+            parts = self._deal(path, offers, who, n)
+            del offers
+            sums = self.ask("consumer", "take", [(path, part) for part in parts])
+            wall, cpu, through = time.perf_counter() - begun, time.process_time() - cpu, self.bytes
+        finally:
+            self.ask("producer", "free", [(path, tag)] * m)
+            self.ray_drop()
+        return {"wall": wall, "controller_cpu": cpu, "through": through, "sums": sums}
+
+    def _deal(self, path: str, offers: list[Any], who: list[int], n: int) -> list[Any]:
+        if path not in THROUGH:
+            return [[where for o in offers for j, where in o.items() if who[j] == c] for c in range(n)]
+        if path == "lists":
+            return [[x for o in offers for x in o if who[x[0]] == c] for c in range(n)]
+        if path == "json":
+            parts: list[Any] = [[] for _ in range(n)]
+            for d in (json.loads(text) for o in offers for text in o):
+                parts[who[d.pop("item")]].append({f: _unjson(f, v) for f, v in d.items()})
+            return parts
+        batches = [d if path == "numpy" else ray_get(d) for _, d in offers]  # as a DataProto: concatenated, put in order, cut
+        order = [j for items, _ in offers for j in items]
+        rows = [[r for r, j in enumerate(order) if who[j] == c] for c in range(n)]
+        if path == "torch-ray":
+            import torch
+
+            whole = {f: torch.cat([d[f] for d in batches]) for f in batches[0]}
+        else:
+            whole = {f: np.concatenate([d[f] for d in batches]) for f in batches[0]}
+        del batches
+        parts = [{f: a[r] for f, a in whole.items()} for r in rows]
+        if path == "numpy":
+            return parts
+        self.bytes += 2 * sum(a.nbytes for a in whole.values())  # in and out by Ray's store
+        put = [ray_put(part) for part in parts]
+        self.held = [ref for ref, _ in put]
+        return [name for _, name in put]
+
+
+def _jsonable(field: str, a: Array) -> Any:
+    return a.tolist() if field in TEXT else base64.b64encode(a.data).decode()  # as vLLM's and SGLang's servers answer
+
+
+def _unjson(field: str, value: Any) -> Array:
+    if field in TEXT:
+        return np.asarray(value, TEXT[field])
+    return np.frombuffer(base64.b64decode(value), np.float32 if field == "pixels" else np.uint8)
+
+
+def _tensors(data: dict[str, Array]) -> dict[str, Any]:
+    import torch
+
+    return {f: torch.from_numpy(a) for f, a in data.items()}
+
+
+def _mapped(file: str) -> mmap.mmap:
+    with open(file, "rb") as f:
+        return mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
+
+
+def main(role: str, spec: dict[str, Any]) -> None:
+    """Serve calls until this process is ended; all that goes wrong in one is answered."""
+    sock: Any = zmq.Context.instance().socket(zmq.ROUTER if role == "controller" else zmq.DEALER)
+    sock.setsockopt(zmq.SNDHWM, 0)
+    sock.setsockopt(zmq.RCVHWM, 0)
+    party: Party
+    if role == "controller":
+        sock.bind(spec["ipc"])
+        sock.bind(spec["address"])
+        party = Controller(role, spec, sock)
+    else:
+        sock.setsockopt(zmq.IDENTITY, spec["name"].encode())
+        sock.connect(spec["address"])
+        sock.send(b"here")
+        party = (Producer if role == "producer" else Consumer)(role, spec)
+    while True:
+        frames = sock.recv_multipart(copy=False)
+        envelope = [frames.pop(0).bytes] if role == "controller" else []
+        if isinstance(party, Controller) and envelope != [b"main"]:
+            party.present.add(envelope[0])
+            continue
+        method, args = load(frames)
+        del frames
+        try:
+            answer: Any = (True, getattr(party, method)(*args))
+        except Exception as e:
+            answer = (False, said(e))
+        del args
+        send(sock, answer, *envelope)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
