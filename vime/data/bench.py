@@ -55,7 +55,7 @@ class Session:
     def __init__(self, m: int, n: int, paths: list[str], largest: int, hosts: Hosts | None = None):
         """`largest`: bytes of the largest cell. Raises: VimeError where a process or a store cannot start."""
         self.m, self.n, self.paths, self.stack = m, n, paths, ExitStack()
-        self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-bench-", dir="/dev/shm")))
+        self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="vb-", dir="/dev/shm")))
         self.children: dict[str, Child] = {}
         self.hosts, self.largest = hosts, largest
 
@@ -87,7 +87,8 @@ class Session:
             where = ["--head", f"--port={gcs.rpartition(':')[2]}", "--include-dashboard=false"] if i == 0 else [f"--address={gcs}"]
             memory = f"--object-store-memory={max(1 << 30, 3 * self.largest)}"
             ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={ip}", memory, "--num-cpus=64", "--block"]
-            self._spawn(f"ray{i}", i, [*ray, f"--temp-dir={self.folder}/ray"] if i == 0 else ray)
+            again = ["bash", "-c", 'until "$@"; do sleep 1; done', "bash"]  # until the head is up
+            self._spawn(f"ray{i}", i, [*ray, f"--temp-dir={self.folder}/ray"] if i == 0 else [*again, *ray])
         shared = {"m": m, "n": n, "address": control, "ipc": f"ipc://{self.folder}/control", "folder": str(self.folder), "ray": gcs}
         for name in names:
             spec = shared | {"name": name, "host": address[of(name)]}
@@ -312,6 +313,8 @@ def measure(args: Any, say: Any) -> list[dict[str, Any]]:
     plan = [(m, n, cells, paths)] + [(a, b, [f"routing:{4 * a}"], SWEPT) for a, b in SWEEP if kind == "full" and not (args.cells or args.paths)]
     rows = []
     for m, n, cells, paths in plan:
+        if few := [c for c in cells if parse(c)[1] < max(m, n)]:
+            raise VimeError(f"{few[0]} for {m} producers and {n} consumers", "at least one item for each")
         largest = max(procs_of.nbytes(k, group) * count for k, count, group in map(parse, cells))
         free = psutil.virtual_memory().available
         if free < 6 * largest:

@@ -90,11 +90,7 @@ class Party:
     def open(self, path: str, spec: Any) -> None:
         """Make ready for `path`; `spec` is that of its store, None where it has none."""
         if path.endswith("-ray") or (spec and spec.settings.backend in ("ray", "transferqueue")):
-            import ray
-
-            if not ray.is_initialized():
-                quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-                ray.init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["host"], **quiet)
+            self._connect()
         if "torch" in path:
             import torch
 
@@ -103,6 +99,20 @@ class Party:
             from vime.data.plane import open_store
 
             self.stores[path] = open_store(spec, self.name if self.role == "producer" else "")
+
+    def _connect(self) -> None:
+        """To Ray's node of this host, which may still be starting."""
+        import ray
+
+        deadline = time.monotonic() + 90
+        while not ray.is_initialized():
+            try:
+                quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+                ray.init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["host"], **quiet)
+            except Exception:  # of many types
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
 
     def ray_drop(self) -> None:
         if self.held:
