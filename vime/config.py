@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import EngineTable, EvalConfig, LogConfig, RayConfig, RewardConfig, Section
+from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, RayConfig, RewardConfig, Section
 
 
 def _server_fault(url: str) -> str:
@@ -214,6 +214,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     weights: WeightsConfig = WeightsConfig()
+    data_plane: DataPlaneConfig = DataPlaneConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -358,7 +359,8 @@ def reference() -> str:
         for name, f in model.model_fields.items():
             kind = f.annotation
             if section := _section(kind):
-                tables.append((f"[{name}]" if section is kind else f"[[{title.strip('[]') + '.' if model is not Config else ''}{name}]]", section))
+                dotted = name if model is Config else f"{title.strip('[]')}.{name}"
+                tables.append((f"[{dotted}]" if section is kind else f"[[{dotted}]]", section))
                 continue
             shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
             default = "required" if f.is_required() else "unset" if f.default is None else f"`{f.default!r}`"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from vime.errors import nearest
+from vime.sections import STORES
 
 if TYPE_CHECKING:
     from vime.config import Config
@@ -17,7 +22,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += algo(cfg) + objective(cfg)
+    faults += algo(cfg) + objective(cfg) + data_plane(cfg)
     r, t = cfg.rollout, cfg.train
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
@@ -121,3 +126,30 @@ def objective(cfg: Config) -> list[str]:
     unused += [k for k, v in others.items() if v] + ["train.mode"] * (cfg.train.mode != "sync") + ["train.max_staleness"] * bool(cfg.train.max_staleness)
     what = f"train.objective = {kind!r} reads its samples from the file, and trains on them as they are"
     return [f"{what}: leave out {', '.join(unused)}"] if unused else []
+
+
+def data_plane(cfg: Config) -> list[str]:
+    """What the store of samples lacks here, or cannot do."""
+    d, faults = cfg.data_plane, []
+    m, tq = d.mooncake, d.transferqueue
+    if d.backend not in STORES:
+        return [f"data_plane.backend = {d.backend!r} is not known; {nearest(d.backend, STORES)}"]
+    queue = d.backend == "transferqueue"
+    mooncake = d.backend == "mooncake" or (queue and tq.storage == "mooncake")
+    for module in ["mooncake"] * mooncake + ["transfer_queue"] * queue:
+        if not find_spec(module):
+            faults.append(f'data_plane.backend = {d.backend!r} needs the package {module}: pip install "vime[dataplane]"')
+    if mooncake:
+        try:
+            ctypes.CDLL("libibverbs.so.1")
+        except OSError:
+            faults.append("data_plane: Mooncake needs libibverbs.so.1, also over TCP: apt-get install libibverbs1")
+    for name, used in (("mooncake", mooncake), ("transferqueue", queue)):
+        if not used and getattr(d, name).model_fields_set:
+            faults.append(f"[data_plane.{name}] has no meaning with data_plane.backend = {d.backend!r}: leave it out")
+    segments = cfg.rollout.num_workers if m.storage == "own" else m.processes
+    if m.replicas > segments and not m.master:
+        faults.append(f"data_plane.mooncake.replicas {m.replicas} copies need as many segments, and {m.storage!r} storage has {segments}")
+    if m.device and m.protocol == "tcp":
+        faults.append(f'data_plane.mooncake.device {m.device!r} is of protocol = "rdma"')
+    return faults

@@ -102,5 +102,43 @@ class LogConfig(Section):
     eval_hook: str | None = Field(None, description="plug-in: logs an evaluation; true in return leaves out the eval/ metrics")
 
 
+STORES = ["shm", "ray", "controller", "mooncake", "transferqueue"]
+
+
+class MooncakeConfig(Section):
+    """Mooncake Store, of data_plane.backend = "mooncake" and of transferqueue.storage = "mooncake"."""
+
+    master: str | None = Field(None, description="host:port of a mooncake_master; unset: one is started for this run, with eviction off")
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = Field("", description="RDMA devices, as mlx5_0,mlx5_1")
+    segment_bytes: int = Field(1 << 30, ge=1 << 24, description="memory that each worker, or each storage process, gives to the store")
+    storage: Literal["own", "processes"] = Field(
+        "own", description="own: samples stay in the worker that made them, and die with it; processes: in storage processes"
+    )
+    processes: int = Field(1, ge=1, description="of storage = \"processes\": how many are started on this host; 'python -m vime.data.mooncake' adds more")
+    replicas: int = Field(1, ge=1, description="copies of each group, each in another segment; 2 survive the death of one")
+
+
+class TransferQueueConfig(Section):
+    """TransferQueue (its KV calls only), of data_plane.backend = "transferqueue"."""
+
+    storage: Literal["simple", "mooncake"] = Field("simple", description="simple: its own storage units; mooncake: see [data_plane.mooncake]")
+    units: int = Field(2, ge=1, description="of simple: storage units (Ray actors)")
+
+
+class DataPlaneConfig(Section):
+    """Samples from rollout workers to trainer ranks, past the controller, see docs/data-plane.md."""
+
+    backend: str = Field("shm", description=" | ".join(STORES) + "; shm: one host")
+    budget_bytes: int | None = Field(None, ge=1 << 20, description="bytes of samples that may wait; unset: 70 % of what the store can hold")
+    timeout: float = Field(60, ge=1, le=3600, description="seconds that one read or write may take")
+    mooncake: MooncakeConfig = MooncakeConfig()
+    transferqueue: TransferQueueConfig = TransferQueueConfig()
+
+    @property
+    def on_mooncake(self) -> bool:
+        return self.backend == "mooncake" or (self.backend == "transferqueue" and self.transferqueue.storage == "mooncake")
+
+
 class RayConfig(Section):
     address: str | None = Field(None, description="a running Ray cluster; unset: a local one for this run")
