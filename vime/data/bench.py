@@ -1,8 +1,9 @@
 """`vime bench dataplane`: every way that samples can take from m producers to n consumers, measured side by side.
 
-The paths: `lists`, `json`, `torch-ray`, `numpy`, `numpy-ray` go through the controller; `shm`, `ray`, `controller`, `mooncake`, `transferqueue`,
-`transferqueue-mooncake` are the stores of vime/data/plane.py; `mmap` (a file in shared memory) and `zmq` (consumers pull from producers) are the
-anchors, the least that any path must do. Rounds of all paths alternate, so that what else the machine does falls on all of them.
+`lists`, `json`, `torch-ray`, `numpy`, `numpy-ray` go through the controller; `shm`, `ray`, `controller`, `mooncake`, `transferqueue` and
+`transferqueue-mooncake` are the stores of vime/data/plane.py; `mmap` and `file` (files in shared memory, made by copies into a map or by write(),
+read by mmap) and `zmq` (consumers pull from producers over TCP) are the anchors, the least that any path must do. Rounds of all paths alternate,
+so that what else the machine does falls on all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -30,13 +32,10 @@ from vime.data.hosts import Hosts
 from vime.errors import VimeError
 from vime.procs import Child, descendants, free_port, spawn
 
-STORES: dict[str, dict[str, Any]] = {
-    **{name: {"backend": name} for name in ("shm", "ray", "controller", "mooncake", "transferqueue")},
-    "transferqueue-mooncake": {"backend": "transferqueue", "transferqueue_storage": "mooncake"},
-}
-PATHS = [*procs_of.THROUGH, *STORES, "mmap", "zmq"]
+STORES = ["shm", "ray", "controller", "mooncake", "transferqueue", "transferqueue-mooncake"]
+PATHS = [*procs_of.THROUGH, *STORES, "mmap", "file", "zmq"]
 NETWORK = ["json", "numpy", "numpy-ray", "ray", "mooncake", "transferqueue", "zmq"]  # those that can leave a host
-QUICK = ["json", "numpy", "shm", "mooncake", "mmap", "zmq"]
+QUICK = ["json", "numpy", "shm", "mooncake", "mmap", "file", "zmq"]
 LISTS_MB = 60  # Python lists of more than this take minutes, and 20 times as much memory
 CELLS = {
     "quick": ["text2k:64", "routing:16"],
@@ -56,6 +55,7 @@ class Session:
         """`largest`: bytes of the largest cell. Raises: VimeError where a process or a store cannot start."""
         self.m, self.n, self.paths, self.stack = m, n, paths, ExitStack()
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="vb-", dir="/dev/shm")))
+        self.stack.callback(self._sweep)
         self.children: dict[str, Child] = {}
         self.hosts, self.largest = hosts, largest
 
@@ -68,7 +68,14 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with suppress(VimeError, RuntimeError):
+            self.call("close_all")
         self.stack.close()
+
+    def _sweep(self) -> None:
+        """What a store left that could not be closed."""
+        for rest in self.folder.parent.glob(f"vime-{self.folder.name}*"):
+            shutil.rmtree(rest, ignore_errors=True)
 
     def _spawn(self, name: str, host: int, cmd: list[str]) -> None:
         inside = self.hosts.inside(host) if self.hosts else []
@@ -100,7 +107,17 @@ class Session:
         self.sock.connect(shared["ipc"])
         self.call("ready")
         for path in self.paths:
-            self.call("open_all", path, None)
+            self.call("open_all", path, self._settings(path) if path in STORES else None)
+
+    def _settings(self, path: str) -> dict[str, Any]:
+        """[data_plane] of a store that has room for the largest cell."""
+        backend, _, storage = path.partition("-")
+        each = self.largest / (self.m + self.n if storage else self.m)  # TransferQueue's segments are of all processes
+        segment = {"segment_bytes": int(1.5 * each) + (96 << 20)}
+        return {
+            "backend": backend, "budget_bytes": 3 * self.largest + (64 << 20), "timeout": PATIENCE / 3, "mooncake": segment,
+            "transferqueue": {"storage": storage or "simple", "units": 4},
+        }  # fmt: skip
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the controller. Raises: RuntimeError with what it says went wrong; VimeError where a process is gone or nothing comes."""
@@ -130,10 +147,10 @@ class Session:
             shots: dict[str, list[dict[str, Any]]] = {p: [] for p in self.paths if p != "lists" or megabytes <= LISTS_MB}
             failed: dict[str, str] = {}
             for r in range(rounds + 1):  # the first is the warm-up
+                say(f"{cell}, {megabytes:.0f} MB, m={m}, n={n}: round {r} of {rounds}")
                 for path in shots:
                     if path in failed or (r > 2 and shots[path][-1]["wall"] > SLOW):
                         continue
-                    say(f"{cell} m={m} n={n} round {r} {path}")
                     try:
                         shots[path].append(self._round(path, f"{kind}{count}m{m}r{r}", who, want))
                     except RuntimeError as e:
@@ -208,6 +225,16 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(table)
 
 
+def summary(rows: list[dict[str, Any]], console: Console) -> None:
+    """Of all cells: wall time and its ratio to zmq's, a row for each path, as Markdown."""
+    cells = list(dict.fromkeys((r["cell"], r["m"], r["n"], r["MB"]) for r in rows))
+    table = Table("wall s (x zmq)", *(f"{cell}, {megabytes:.0f} MB, {m} to {n}" for cell, m, n, megabytes in cells), box=box.MARKDOWN)
+    for path in dict.fromkeys(r["path"] for r in rows):
+        of = {(r["cell"], r["m"], r["n"], r["MB"]): f"{r['wall']:.3g} ({r['ratio']:.2g})" for r in rows if r["path"] == path and "wall" in r}
+        table.add_row(path, *(of.get(c, "-") for c in cells))
+    console.print(table)
+
+
 def _text(value: float | None, how: str) -> str:
     if value is None:
         return "-"
@@ -271,7 +298,7 @@ def plot(rows: list[dict[str, Any]], file: str) -> None:
     figure = Figure(figsize=(11, 1.2 + 1.9 * len(cells)), dpi=100, layout="constrained")
     for (cell, m, n), axes in zip(cells, figure.subplots(len(cells), 2, squeeze=False)):
         mine = [r for r in rows if (r["cell"], r["m"], r["n"]) == (cell, m, n) and "wall" in r][::-1]
-        colors = ["tab:red" if r["path"] in procs_of.THROUGH else "tab:gray" if r["path"] in ("mmap", "zmq") else "tab:blue" for r in mine]
+        colors = ["tab:red" if r["path"] in procs_of.THROUGH else "tab:gray" if r["path"] in ("mmap", "file", "zmq") else "tab:blue" for r in mine]
         for axis, key, scale, label in ((axes[0], "wall", 1, "wall s"), (axes[1], "controller_cpu", 1e3, "controller CPU ms")):
             bars = axis.barh([r["path"] for r in mine], [r[key] * scale for r in mine], color=colors)
             axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
@@ -296,6 +323,7 @@ def command(args: Any) -> int:
         print(json.dumps(rows))
     else:
         show(rows, console)
+        summary(rows, console)
         if args.model:
             model(rows, console)
     if args.plot:
@@ -310,8 +338,12 @@ def measure(args: Any, say: Any) -> list[dict[str, Any]]:
     if unknown := [p for p in paths if p not in PATHS]:
         raise VimeError(f"no path {unknown[0]!r}", f"valid: {', '.join(PATHS)}")
     m, n = args.m, args.n
-    plan = [(m, n, cells, paths)] + [(a, b, [f"routing:{4 * a}"], SWEPT) for a, b in SWEEP if kind == "full" and not (args.cells or args.paths)]
-    rows = []
+    if "transferqueue" in paths and "transferqueue-mooncake" in paths:  # there can be one in a Ray cluster
+        plan = [(m, n, cells, [p for p in paths if p != "transferqueue-mooncake"]), (m, n, cells, ["zmq", "transferqueue-mooncake"])]
+    else:
+        plan = [(m, n, cells, paths)]
+    plan += [(a, b, [f"routing:{4 * a}"], SWEPT) for a, b in SWEEP if kind == "full" and not (args.cells or args.paths)]
+    rows: list[dict[str, Any]] = []
     for m, n, cells, paths in plan:
         if few := [c for c in cells if parse(c)[1] < max(m, n)]:
             raise VimeError(f"{few[0]} for {m} producers and {n} consumers", "at least one item for each")
@@ -325,5 +357,6 @@ def measure(args: Any, say: Any) -> list[dict[str, Any]]:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-bench-")))
                 hosts = Hosts(stack, min(2, m), min(2, n), args.hosts, args.delay or "", folder)
             session = stack.enter_context(Session(m, n, paths, largest, hosts))
-            rows += session.run(cells, args.rounds or (3 if args.quick else 5), say)
+            new = session.run(cells, args.rounds or (3 if args.quick else 5), say)
+            rows += new if paths[-1] != "transferqueue-mooncake" else [r for r in new if r["path"] != "zmq"]
     return [r | {"hosts": args.hosts, "delay": args.delay} for r in rows] if args.hosts else rows

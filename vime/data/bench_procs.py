@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import zmq
 
+from vime.data.plane import Plane, Ref, Store, open_store
 from vime.errors import said
+from vime.sections import DataPlaneConfig
 
 Array = np.ndarray
 THROUGH = ("lists", "json", "torch-ray", "numpy", "numpy-ray")  # the bytes go through the controller
+ON_RAY = ("ray", "controller", "transferqueue")
 TEXT = {"ids": np.int32, "logprobs": np.float32, "mask": np.uint8}
 
 
@@ -50,7 +53,8 @@ def checksum(arrays: Any) -> int:
 def send(sock: Any, obj: Any, *envelope: bytes) -> int:
     """Returns the bytes sent."""
     buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+    how = sys.modules["ray"].cloudpickle if "ray" in sys.modules else pickle  # which knows references
+    head = how.dumps(obj, protocol=5, buffer_callback=buffers.append)
     raw = [b.raw() for b in buffers]
     sock.send_multipart([*envelope, head, *raw], copy=False)
     return len(head) + sum(r.nbytes for r in raw)
@@ -84,20 +88,18 @@ class Party:
 
     def __init__(self, role: str, spec: dict[str, Any]):
         self.role, self.spec, self.name = role, spec, spec["name"]
-        self.stores: dict[str, Any] = {}
+        self.stores: dict[str, Store] = {}
         self.held: list[Any] = []  # objects in Ray's store
 
     def open(self, path: str, spec: Any) -> None:
         """Make ready for `path`; `spec` is that of its store, None where it has none."""
-        if path.endswith("-ray") or (spec and spec.settings.backend in ("ray", "transferqueue")):
+        if path.endswith("-ray") or (spec and spec.settings.backend in ON_RAY):
             self._connect()
         if "torch" in path:
             import torch
 
             torch.set_num_threads(1)
         if spec:
-            from vime.data.plane import open_store
-
             self.stores[path] = open_store(spec, self.name if self.role == "producer" else "")
 
     def _connect(self) -> None:
@@ -127,6 +129,7 @@ class Party:
 class Producer(Party):
     kind, group, items, data = "", 1, [0], {"": np.zeros(0)}
     address = ""
+    refs: list[Ref] = []
 
     def make(self, kind: str, group: int, items: list[int]) -> dict[int, int]:
         """Make the arrays [len(items), ...] of each field; returns the items' checksums."""
@@ -159,36 +162,35 @@ class Producer(Party):
             ref, name = ray_put(self.data if path == "numpy-ray" else _tensors(self.data))
             self.held.append(ref)
             return self.items, name
-        if path == "mmap":
-            return self._write(Path(self.spec["folder"]) / self.name)
+        if path in ("mmap", "file"):
+            return self._write(Path(self.spec["folder"]) / self.name, path == "mmap")
         if path == "zmq":
             return {j: (self._serve(), p) for p, j in enumerate(self.items)}
-        keys = [f"{tag}/g{j}/a0" for j in self.items]
-        refs = self.stores[path].put({key: self.item(p) for p, key in enumerate(keys)})
-        return dict(zip(self.items, refs))
+        self.refs = self.stores[path].put({f"{tag}/g{j}/a0": self.item(p) for p, j in enumerate(self.items)})
+        return dict(zip(self.items, self.refs))
 
     def free(self, path: str, tag: str) -> None:
         self.ray_drop()
-        if path == "mmap":
+        if path in ("mmap", "file"):
             (Path(self.spec["folder"]) / self.name).unlink(missing_ok=True)
-        if path in self.stores:
-            self.stores[path].free([f"{tag}/g{j}/a0" for j in self.items])
+        if self.refs:
+            self.stores[path].free(self.refs)
+            self.refs = []
 
-    def _write(self, file: Path) -> dict[int, Any]:
-        """The arrays one after another in a new file in shared memory."""
-        size = sum(a.nbytes for a in self.data.values())
+    def _write(self, file: Path, mapped: bool) -> dict[int, Any]:
+        """The arrays one after another in a new file in shared memory, by copies into a map of it or by write()."""
         with file.open("wb+") as f:
-            f.truncate(size)
-            with mmap.mmap(f.fileno(), size) as m:
-                at = 0
-                places: list[list[tuple[int, int]]] = [[] for _ in self.items]
+            if mapped:
+                f.truncate(size := sum(a.nbytes for a in self.data.values()))
+                with mmap.mmap(f.fileno(), size) as m:
+                    for a in self.data.values():
+                        m.write(a.data.cast("B"))
+            else:
                 for a in self.data.values():
-                    m[at : at + a.nbytes] = a.data.cast("B")
-                    step = a.nbytes // len(self.items)
-                    for p, place in enumerate(places):
-                        place.append((at + p * step, step))
-                    at += a.nbytes
-        return {j: (str(file), place) for j, place in zip(self.items, places)}
+                    f.write(a.data)
+        ends = np.cumsum([0, *(a.nbytes for a in self.data.values())]).tolist()
+        rows = [(at, a.nbytes // len(self.items)) for at, a in zip(ends, self.data.values())]
+        return {j: (str(file), [(at + p * row, row) for at, row in rows]) for p, j in enumerate(self.items)}
 
     def _serve(self) -> str:
         """Address of a thread that sends rows without copying them."""
@@ -220,7 +222,7 @@ class Consumer(Party):
             return checksum(ray_get(part).values())
         if path == "torch-ray":
             return checksum(t.numpy() for t in ray_get(part).values())
-        if path == "mmap":
+        if path in ("mmap", "file"):
             maps = {file: _mapped(file) for file in {file for file, _ in part}}
             return checksum(np.frombuffer(maps[file], np.uint8, size, at) for file, places in part for at, size in places)
         if path == "zmq":
@@ -246,6 +248,7 @@ class Controller(Party):
         super().__init__(role, spec)
         self.sock, self.bytes = sock, 0
         self.present: set[bytes] = set()
+        self.planes: list[Plane] = []
 
     def ask(self, who: str, method: str, args: list[Any]) -> list[Any]:
         """Call `method` of all producers or consumers, each with its own of `args`; their answers in order. Raises the first error they name."""
@@ -266,11 +269,25 @@ class Controller(Party):
         while len(self.present) < self.spec["m"] + self.spec["n"]:
             self.present.add(self.sock.recv_multipart()[0])
 
-    def open_all(self, path: str, spec: Any) -> None:
-        """Of all processes."""
-        self.open(path, spec)
+    def open_all(self, path: str, settings: dict[str, Any] | None) -> None:
+        """In all processes. `settings`: of a store, as in [data_plane]."""
+        spec = None
+        if settings:
+            if settings["backend"] in ON_RAY:
+                self._connect()
+            run, folder = Path(self.spec["folder"]).name + path, Path(self.spec["folder"])
+            self.planes.append(Plane(DataPlaneConfig(**settings), run, self.spec["m"], folder, self.spec["host"]))
+            spec = self.planes[-1].spec
+        else:
+            self.open(path, None)
         for who, count in (("producer", self.spec["m"]), ("consumer", self.spec["n"])):
             self.ask(who, "open", [(path, spec)] * count)
+
+    def close_all(self) -> None:
+        for who, count in (("producer", self.spec["m"]), ("consumer", self.spec["n"])):
+            self.ask(who, "close", [()] * count)
+        for plane in self.planes:
+            plane.close()
 
     def round(self, path: str, tag: str, who: list[int]) -> dict[str, Any]:
         m, n, self.bytes = self.spec["m"], self.spec["n"], 0
