@@ -105,12 +105,12 @@ def _exact(values: list[Any], types: tuple[type, ...]) -> list[np.ndarray] | Non
     if any(type(v) is not list or (v and set(map(type, v)) != {kind}) for v in values):
         return None
     try:
-        wide = [np.array(v, types[-1]) for v in values]
+        wide: list[np.ndarray] = [np.array(v, types[-1]) for v in values]
     except OverflowError:
         return None
     for dtype in types:
         with np.errstate(all="ignore"):  # out of range: seen below
-            narrow = [w.astype(dtype) for w in wide]
+            narrow: list[np.ndarray] = [w.astype(dtype) for w in wide]
         if all(n.astype(types[-1]).tobytes() == w.tobytes() for n, w in zip(narrow, wide)):
             return narrow
     return None

@@ -39,7 +39,7 @@ NAMES = {
 DTYPES = {name: np.dtype(code) for code, name in NAMES.items()}
 ALIGN = 64  # of headers, and of objects in an arena
 SHM = "/dev/shm"
-START, READY = 30.0, b"serving"  # seconds in which a process must have written so into its log
+START = 30.0  # seconds in which a process must serve
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Arenas:
             for at in [*self.idle]:
                 self.drop(self.idle.pop(at))
             arena = self.new(1 << max(20, (nbytes - 1).bit_length()))
-        out = np.frombuffer(memoryview(arena)[:nbytes], np.uint8)  # not a view: numpy's views would refer to the arena itself
+        out = np.frombuffer(arena.data[:nbytes], np.uint8)  # not a view: numpy's views would refer to the arena itself
         weakref.finalize(out, self.idle.__setitem__, arena.ctypes.data, arena).atexit = False
         return out
 
@@ -199,7 +199,7 @@ class Store:
                 objects.append(arena[at : at + n])
                 pack(head, fields, objects[-1])
                 at += aligned(n)
-            crcs = [zlib.crc32(o) for o in objects]
+            crcs = [zlib.crc32(o.data) for o in objects]
             places = self.write([*items], objects) if items else []
         rows = zip(items, heads, crcs, places, strict=True)
         return [Ref(key, n, crc, owner, len(head), place) for key, (head, n), crc, (owner, place) in rows]
@@ -212,7 +212,7 @@ class Store:
             found = self.read(refs, True) if whole else self.parts(refs, fields, ranges)
         why = {ref.key: one for ref, one in zip(refs, found, strict=True) if isinstance(one, str)}
         for ref, one in zip(refs, found) if whole else ():
-            if not isinstance(one, str) and (crc := zlib.crc32(one)) != ref.crc:
+            if not isinstance(one, str) and (crc := zlib.crc32(one.data)) != ref.crc:
                 why[ref.key] = f"corrupt: the checksum is {crc:08x}, and was {ref.crc:08x} when it was stored"
         if why:
             raise lost(why)
@@ -286,7 +286,7 @@ class Shm(Store):
         try:
             for key, o in zip(keys, objects):
                 with open(self.root, "wb", opener=lambda folder, _: os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)) as f:
-                    f.write(o)
+                    f.write(o.data)
                     f.flush()
                     os.link(f"/proc/self/fd/{f.fileno()}", self.path(key), src_dir_fd=f.fileno())
                 done.append(key)
@@ -329,18 +329,20 @@ class RayRefs(Store):
             raise StoreFull(f"Ray's object store: {said(e)}", "it is as large as Ray was told by object_store_memory") from e
 
     def read(self, refs: Sequence[Ref], whole: bool) -> list[Any]:
-        out: list[Any] = []
-        if refs:  # all at once, then one by one to see which are lost
-            ray().wait([r.at for r in refs], num_returns=len(refs), timeout=self.timeout)
-        for ref in refs:
-            try:
-                out.append(sized(ref, ray().get(ref.at, timeout=1)))
-            except ray().exceptions.RayError as e:
-                out.append(said(e))
-        return out
+        if places := [r.at for r in refs if r.at]:  # all at once, then one by one to see which are lost
+            ray().wait(places, num_returns=len(places), timeout=self.timeout)
+        return [self.one(r) for r in refs]
+
+    def one(self, ref: Ref) -> Any:
+        if ref.at is None:
+            return "no process has a reference to it any more"
+        try:
+            return sized(ref, ray().get(ref.at, timeout=1))
+        except ray().exceptions.RayError as e:
+            return said(e)
 
     def free(self, refs: Iterable[Ref | str]) -> None:
-        ray()._private.internal_api.free([r.at for r in refs if not isinstance(r, str)])
+        ray()._private.internal_api.free([r.at for r in refs if not isinstance(r, str) and r.at])
 
 
 class Hub:
@@ -392,7 +394,7 @@ class Plane:
     """
 
     def __init__(self, settings: DataPlaneConfig, run: str, workers: int, folder: Path, host: str = "127.0.0.1"):
-        self.folder, self.running, m = folder, dict[str, tuple[list[str], Child]](), settings.mooncake
+        self.folder, self.running, m = folder, dict[str, tuple[list[str], bytes, Child]](), settings.mooncake
         room = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
         if settings.on_mooncake:
             room = m.segment_bytes * (m.processes if m.storage == "processes" else workers) // m.replicas
@@ -401,8 +403,8 @@ class Plane:
             if settings.on_mooncake:
                 from vime.data import mooncake
 
-                for name, cmd in mooncake.commands(self.spec):
-                    self.start(name, cmd)
+                for command in mooncake.commands(self.spec):
+                    self.start(*command)
             if settings.backend == "transferqueue":
                 from vime.data import transferqueue
 
@@ -413,22 +415,24 @@ class Plane:
             self.close()
             raise
 
-    def start(self, name: str, cmd: list[str]) -> None:
-        """Returns when it serves, which it says in its log. Raises: VimeError with its log's end."""
+    def start(self, name: str, cmd: list[str], serving: bytes) -> None:
+        """Returns when `serving` is in its log. Raises: VimeError with the log's end."""
         log = self.folder / f"{name}.log"
         begin, deadline = log.stat().st_size if log.exists() else 0, time.monotonic() + START
-        self.running[name] = cmd, (child := spawn(cmd, log, {}))
-        while READY not in log.read_bytes()[begin:]:
+        child = spawn(cmd, log, {})
+        self.running[name] = cmd, serving, child
+        while serving not in log.read_bytes()[begin:]:
             if not child.alive() or time.monotonic() > deadline:
                 raise VimeError(f"{name} has not started within {START:g} s", f"see {log}", log.read_text(errors="replace")[-2000:])
             time.sleep(0.02)
 
     def check(self) -> list[str]:
         """Start again what has died, and say what it was. What lay there is lost, which its readers find out."""
-        dead = [name for name, (_, child) in self.running.items() if not child.alive()]
+        dead = [name for name, (*_, child) in self.running.items() if not child.alive()]
         for name in dead:
-            self.running[name][1].stop()
-            self.start(name, self.running[name][0])
+            cmd, serving, child = self.running[name]
+            child.stop()
+            self.start(name, cmd, serving)
         return dead
 
     def close(self) -> None:
@@ -436,6 +440,6 @@ class Plane:
             from vime.data import transferqueue
 
             transferqueue.stop()
-        for _, child in reversed(self.running.values()):
+        for *_, child in reversed(self.running.values()):
             child.stop()
         shutil.rmtree(folder_of(self.spec), ignore_errors=True)
