@@ -38,7 +38,7 @@ NETWORK = ["json", "numpy", "numpy-ray", "ray", "mooncake", "transferqueue", "zm
 QUICK = ["json", "numpy", "shm", "mooncake", "mmap", "file", "zmq"]
 LISTS_MB = 60  # Python lists of more than this take minutes, and 20 times as much memory
 CELLS = {
-    "quick": ["text2k:64", "routing:16"],
+    "quick": ["text2k:64", "text16k:64", "routing:16", "pixels:32"],
     "full": ["text2k:64", "text2k:1024", "text16k:256", "text16k:1024", "routing:8", "routing:64", "pixels:64"],
     "hosts": ["text16k:64", "routing:16", "pixels:32"],
 }
@@ -79,7 +79,7 @@ class Session:
 
     def _spawn(self, name: str, host: int, cmd: list[str]) -> None:
         inside = self.hosts.inside(host) if self.hosts else []
-        env = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "GLOG_minloglevel": "3"}
+        env = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         self.children[name] = spawn([*inside, *cmd], self.folder / f"{name}.log", env)
         self.stack.callback(self.children[name].stop)
 
@@ -107,7 +107,10 @@ class Session:
         self.sock.connect(shared["ipc"])
         self.call("ready")
         for path in self.paths:
-            self.call("open_all", path, self._settings(path) if path in STORES else None)
+            try:
+                self.call("open_all", path, self._settings(path) if path in STORES else None)
+            except RuntimeError as e:
+                raise VimeError(f"the path {path} cannot be measured: {e}", "leave it away with --paths") from e
 
     def _settings(self, path: str) -> dict[str, Any]:
         """[data_plane] of a store that has room for the largest cell."""
