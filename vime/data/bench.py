@@ -307,6 +307,7 @@ def plot(rows: list[dict[str, Any]], file: str) -> None:
             axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
             axis.set(xscale="log", xlabel=label)
             axis.tick_params(labelsize=7)
+            axis.tick_params(axis="x", which="minor", labelbottom=False)
             axis.margins(x=0.15)
         axes[0].set_title(f"{cell}, {mine[0]['MB']:.0f} MB, {m} to {n}", fontsize=9)
         axes[1].set_title("red: through the controller; blue: a store; gray: an anchor", fontsize=8)
