@@ -67,10 +67,10 @@ class Session:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with suppress(VimeError, RuntimeError):
-            self.call("close_all")
-        self.stack.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        with self.stack, suppress(VimeError, RuntimeError):
+            if kind is None:
+                self.call("close_all")
 
     def _sweep(self) -> None:
         """What a store left that could not be closed."""

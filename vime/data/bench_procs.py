@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from vime.data.plane import Plane, Ref, Store, open_store
+from vime.data.plane import Plane, Ref, Store, open_store, ray
 from vime.errors import said
 from vime.sections import DataPlaneConfig
 
@@ -65,22 +65,12 @@ def load(frames: list[zmq.Frame]) -> Any:
 
 
 def ray_put(obj: Any) -> tuple[Any, bytes]:
-    import ray
-
-    ref = ray.put(obj)
-    return ref, ray.cloudpickle.dumps(ref)
+    ref = ray().put(obj)
+    return ref, ray().cloudpickle.dumps(ref)
 
 
 def ray_get(ref: bytes) -> Any:
-    import ray
-
-    return ray.get(ray.cloudpickle.loads(ref))
-
-
-def ray_free(refs: list[Any]) -> None:
-    from ray._private.internal_api import free
-
-    free(refs)  # a reference that was pickled by hand keeps its object for ever
+    return ray().get(pickle.loads(ref))
 
 
 class Party:
@@ -104,13 +94,11 @@ class Party:
 
     def _connect(self) -> None:
         """To Ray's node of this host, which may still be starting."""
-        import ray
-
         deadline = time.monotonic() + 90
-        while not ray.is_initialized():
+        while not ray().is_initialized():
             try:
                 quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-                ray.init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["host"], **quiet)
+                ray().init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["host"], **quiet)
             except Exception:  # of many types
                 if time.monotonic() > deadline:
                     raise
@@ -118,7 +106,7 @@ class Party:
 
     def ray_drop(self) -> None:
         if self.held:
-            ray_free(self.held)
+            ray()._private.internal_api.free(self.held)  # references that were pickled by hand keep their objects for ever
             self.held = []
 
     def close(self) -> None:
