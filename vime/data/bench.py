@@ -89,7 +89,7 @@ class Session:
         of = hosts.of if hosts else lambda name: 0
         names = ["controller", *(f"producer{i}" for i in range(m)), *(f"consumer{i}" for i in range(n))]
         control, gcs = f"tcp://{address[0]}:{free_port()}", f"{address[0]}:{free_port()}"
-        need_ray = any(p.endswith("-ray") or p in ("ray", "controller") or p.startswith("transferqueue") for p in self.paths)
+        need_ray = any("-ray" in p or p.startswith(procs_of.ON_RAY) for p in self.paths)
         for i, ip in enumerate(address) if need_ray else ():
             where = ["--head", f"--port={gcs.rpartition(':')[2]}", "--include-dashboard=false"] if i == 0 else [f"--address={gcs}"]
             memory = f"--object-store-memory={max(1 << 30, 3 * self.largest)}"
@@ -245,6 +245,10 @@ def _text(value: float | None, how: str) -> str:
     return units.get(how) or how.format(value)
 
 
+MODEL = """
+COMPUTED, not measured: from this run's costs per GB, on cores like this machine's. Through the controller: GB per step x its CPU s/GB, on one core;
+its RAM: GB x the most that its memory grew per GB; its link: GB each way at {:g} GB/s (200 Gb/s). Direct: half of the nodes send, GB / (nodes / 2),
+at the speed of the link, or (TCP) at what all zmq processes of this machine reached together; CPU: all processes' s/GB of {}, over the nodes."""
 CLUSTERS = {"16 x 4 GPUs, 512 samples": (16, 512), "128 x 8 GPUs, 8192 samples": (128, 8192)}
 LINK = 25.0  # GB/s of a node's network card: 200 Gb/s
 LOADS = {  # MB per sample, and the measured cell that stands for it
@@ -255,41 +259,23 @@ LOADS = {  # MB per sample, and the measured cell that stands for it
 
 def model(rows: list[dict[str, Any]], console: Console) -> None:
     """What the measured costs per GB mean for clusters: arithmetic, no measurement."""
-    of = {(kind, r["path"]): r for r in sorted(rows, key=lambda r: r["MB"]) for kind in [r["cell"].split(":")[0]] if "wall" in r}  # the largest
-    kinds = {k for k, _ in of}
-    console.print(
-        "\nCOMPUTED, not measured: seconds per step = GB per step x the controller's CPU s/GB of this run, on one core that is as fast as this one's;"
-    )
-    console.print(
-        f"its memory = GB x its growth per GB; its link = GB each way at {LINK:g} GB/s (200 Gb/s). Direct: half of the nodes send, GB / (nodes / 2),"
-    )
-    console.print(
-        "at the link's speed, or at what all zmq processes of this machine reached together (TCP); CPU = all processes' s/GB, spread over the nodes."
-    )
+    sure = [r for r in rows if "wall" in r and (r["m"], r["n"]) == (rows[0]["m"], rows[0]["n"])]
+    of = {(r["cell"].partition(":")[0], r["path"]): r for r in sorted(sure, key=lambda r: r["MB"])}  # of each kind the largest
+    through = [p for p in ("json", "torch-ray", "numpy-ray", "numpy") if any(path == p for _, path in of)]
+    direct = next((p for p in ("mooncake", "ray", "shm") if any(path == p for _, path in of)), "")
+    console.print(MODEL.format(LINK, direct))
     for name, (nodes, samples) in CLUSTERS.items():
-        through = [p for p in ("json", "torch-ray", "numpy", "numpy-ray") if any((k, p) in of for k in kinds)]
-        table = Table(
-            name,
-            "GB/step",
-            *(f"{p} s" for p in through),
-            "its RAM GB",
-            "its link s",
-            "direct RDMA ms",
-            "direct TCP ms",
-            "CPU s/node",
-            "metadata kB",
-            box=box.MARKDOWN,
-        )
+        heads = [*(f"{p} s" for p in through), "its RAM GB", "its link s", "direct RDMA ms", "direct TCP ms", "CPU s/node", "metadata kB"]
+        table = Table(name, "GB/step", *heads, box=box.MARKDOWN)
         for load, (megabytes, kind) in LOADS.items():
-            direct = next((of[kind, p] for p in ("mooncake", "ray", "shm") if (kind, p) in of), None)
-            if not direct or (kind, "zmq") not in of:
+            if not {(kind, direct), (kind, "zmq")} <= of.keys():
                 continue
-            gb, wire = samples * megabytes / 1e3, of[kind, "zmq"]["MB"] / 1e3 / of[kind, "zmq"]["wall"]
-            cost = [gb * of[kind, p]["controller_cpu_per_gb"] if (kind, p) in of else math.nan for p in through]
-            ram = gb * max((of[kind, p]["controller_rss"] / of[kind, p]["MB"] / 1e6 for p in through if (kind, p) in of), default=math.nan)
-            each = gb / (nodes / 2)
-            values = [gb, *cost, ram, gb / LINK, each / LINK * 1e3, each / wire * 1e3, gb * direct["cpu_per_gb"] / nodes]
-            table.add_row(load, *(f"{v:.3g}" for v in values), f"{direct['through_per_item'] * samples / 1e3:.3g}")
+            gb, past, wire = samples * megabytes / 1e3, of[kind, direct], of[kind, "zmq"]
+            mine = [of.get((kind, p), {}) for p in through]
+            ram = max((r["controller_rss"] / r["MB"] / 1e6 for r in mine if r), default=math.nan)
+            values = [gb, *(gb * r.get("controller_cpu_per_gb", math.nan) for r in mine), gb * ram, gb / LINK, gb / (nodes / 2) / LINK * 1e3]
+            values += [gb / (nodes / 2) / (wire["MB"] / wire["wall"]) * 1e6, gb * past["cpu_per_gb"] / nodes, past["through_per_item"] * samples / 1e3]
+            table.add_row(load, *(f"{v:.3g}" for v in values))
         console.print(table)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from vime.data.plane import Plane, Ref, Store, open_store, ray
+from vime.data.plane import Plane, Ref, Spec, Store, open_store, ray
 from vime.errors import said
 from vime.sections import DataPlaneConfig
 
@@ -81,21 +81,10 @@ class Party:
         self.stores: dict[str, Store] = {}
         self.held: list[Any] = []  # objects in Ray's store
 
-    def open(self, path: str, spec: Any) -> None:
-        """Make ready for `path`; `spec` is that of its store, None where it has none."""
-        if path.endswith("-ray") or (spec and spec.settings.backend in ON_RAY):
-            self._connect()
-        if "torch" in path:
-            import torch
-
-            torch.set_num_threads(1)
-        if spec:
-            self.stores[path] = open_store(spec, self.name if self.role == "producer" else "")
-
-    def _connect(self) -> None:
-        """To Ray's node of this host, which may still be starting."""
+    def ready_for(self, path: str) -> None:
+        """With what it needs; Ray's node of this host may still be starting."""
         deadline = time.monotonic() + 90
-        while not ray().is_initialized():
+        while ("-ray" in path or path.startswith(ON_RAY)) and not ray().is_initialized():
             try:
                 quiet = {"log_to_driver": False, "logging_level": "ERROR"}
                 ray().init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["host"], **quiet)
@@ -103,6 +92,16 @@ class Party:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1)
+        if "torch" in path:
+            import torch
+
+            torch.set_num_threads(1)
+
+    def open(self, path: str, spec: Spec | None) -> None:
+        """Make ready for `path`; `spec` is that of its store, None where it has none."""
+        self.ready_for(path)
+        if spec:
+            self.stores[path] = open_store(spec, self.name if self.role == "producer" else "")
 
     def ray_drop(self) -> None:
         if self.held:
@@ -143,12 +142,13 @@ class Producer(Party):
         if path == "lists":
             return [(j, {f: a.tolist() for f, a in self.item(p).items()}) for p, j in enumerate(self.items)]
         if path == "json":
-            return [json.dumps({"item": j, **{f: _jsonable(f, a) for f, a in self.item(p).items()}}) for p, j in enumerate(self.items)]
+            text = {f: [x.tolist() if f in TEXT else base64.b64encode(x.data).decode() for x in a] for f, a in self.data.items()}  # as servers answer
+            return [json.dumps({"item": j, **{f: rows[p] for f, rows in text.items()}}) for p, j in enumerate(self.items)]
         if path == "numpy":
             return self.items, self.data
         if path in ("numpy-ray", "torch-ray"):
-            ref, name = ray_put(self.data if path == "numpy-ray" else _tensors(self.data))
-            self.held.append(ref)
+            ref, name = ray_put({f: a if path == "numpy-ray" else sys.modules["torch"].from_numpy(a) for f, a in self.data.items()})
+            self.held = [ref]
             return self.items, name
         if path in ("mmap", "file"):
             return self._write(Path(self.spec["folder"]) / self.name, path == "mmap")
@@ -202,17 +202,13 @@ class Consumer(Party):
         """The sum of every byte of `part`, as the controller dealt it."""
         if path == "lists":
             return checksum(np.asarray(v, TEXT.get(f, np.float32 if f == "pixels" else np.uint8)) for _, d in part for f, v in d.items())
-        if path == "json":
-            return checksum(a for d in part for a in d.values())
-        if path == "numpy":
-            return checksum(part.values())
-        if path == "numpy-ray":
-            return checksum(ray_get(part).values())
-        if path == "torch-ray":
-            return checksum(t.numpy() for t in ray_get(part).values())
+        if path in ("json", "numpy"):
+            return checksum(part)
+        if path in ("numpy-ray", "torch-ray"):
+            return checksum(a if path == "numpy-ray" else a.numpy() for a in ray_get(part))
         if path in ("mmap", "file"):
-            maps = {file: _mapped(file) for file in {file for file, _ in part}}
-            return checksum(np.frombuffer(maps[file], np.uint8, size, at) for file, places in part for at, size in places)
+            maps = {name: np.memmap(name, np.uint8, "r") for name in {name for name, _ in part}}
+            return checksum(maps[name][at : at + size] for name, places in part for at, size in places)
         if path == "zmq":
             return self._pull(part)
         return checksum(a for d in self.stores[path].get(part) for a in d.values())
@@ -260,20 +256,19 @@ class Controller(Party):
     def open_all(self, path: str, settings: dict[str, Any] | None) -> None:
         """In all processes. `settings`: of a store, as in [data_plane]."""
         spec = None
+        self.ready_for(path)
         if settings:
-            if settings["backend"] in ON_RAY:
-                self._connect()
-            run, folder = Path(self.spec["folder"]).name + path, Path(self.spec["folder"])
-            self.planes.append(Plane(DataPlaneConfig(**settings), run, self.spec["m"], folder, self.spec["host"]))
+            folder = Path(self.spec["folder"])
+            self.planes.append(Plane(DataPlaneConfig(**settings), folder.name + path, self.spec["m"], folder, self.spec["host"]))
             spec = self.planes[-1].spec
-        else:
-            self.open(path, None)
+        self._both("open", path, spec)
+
+    def _both(self, method: str, *args: Any) -> None:
         for who, count in (("producer", self.spec["m"]), ("consumer", self.spec["n"])):
-            self.ask(who, "open", [(path, spec)] * count)
+            self.ask(who, method, [args] * count)
 
     def close_all(self) -> None:
-        for who, count in (("producer", self.spec["m"]), ("consumer", self.spec["n"])):
-            self.ask(who, "close", [()] * count)
+        self._both("close")
         for plane in self.planes:
             plane.close()
 
@@ -299,46 +294,22 @@ class Controller(Party):
         if path == "json":
             parts: list[Any] = [[] for _ in range(n)]
             for d in (json.loads(text) for o in offers for text in o):
-                parts[who[d.pop("item")]].append({f: _unjson(f, v) for f, v in d.items()})
+                mine = parts[who[d.pop("item")]]
+                mine += (np.asarray(v, TEXT[f]) if f in TEXT else np.frombuffer(base64.b64decode(v), np.uint8) for f, v in d.items())
             return parts
         batches = [d if path == "numpy" else ray_get(d) for _, d in offers]  # as a DataProto: concatenated, put in order, cut
         order = [j for items, _ in offers for j in items]
         rows = [[r for r, j in enumerate(order) if who[j] == c] for c in range(n)]
-        if path == "torch-ray":
-            import torch
-
-            whole = {f: torch.cat([d[f] for d in batches]) for f in batches[0]}
-        else:
-            whole = {f: np.concatenate([d[f] for d in batches]) for f in batches[0]}
+        join = sys.modules["torch"].cat if path == "torch-ray" else np.concatenate
+        whole = [join([d[f] for d in batches]) for f in batches[0]]
         del batches
-        parts = [{f: a[r] for f, a in whole.items()} for r in rows]
+        parts = [[a[r] for a in whole] for r in rows]
         if path == "numpy":
             return parts
-        self.bytes += 2 * sum(a.nbytes for a in whole.values())  # in and out by Ray's store
+        self.bytes += 2 * sum(a.nbytes for a in whole)  # in and out by Ray's store
         put = [ray_put(part) for part in parts]
         self.held = [ref for ref, _ in put]
         return [name for _, name in put]
-
-
-def _jsonable(field: str, a: Array) -> Any:
-    return a.tolist() if field in TEXT else base64.b64encode(a.data).decode()  # as vLLM's and SGLang's servers answer
-
-
-def _unjson(field: str, value: Any) -> Array:
-    if field in TEXT:
-        return np.asarray(value, TEXT[field])
-    return np.frombuffer(base64.b64decode(value), np.float32 if field == "pixels" else np.uint8)
-
-
-def _tensors(data: dict[str, Array]) -> dict[str, Any]:
-    import torch
-
-    return {f: torch.from_numpy(a) for f, a in data.items()}
-
-
-def _mapped(file: str) -> mmap.mmap:
-    with open(file, "rb") as f:
-        return mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def main(role: str, spec: dict[str, Any]) -> None:
