@@ -129,7 +129,7 @@ def test_what_is_missing_or_cannot_be_stored_is_named():
     for name in set(fields) - {"rest"}:
         with pytest.raises(VimeError, match=f"field '{name}' was stored with these samples and not read"):
             samples_of({k: v for k, v in fields.items() if k != name})
-    with pytest.raises(VimeError, match="sample 3 cannot be stored: .*set"):
+    with pytest.raises(VimeError, match=r"sample 3 cannot be stored: .*set"):
         fields_of([sample(index=3, metadata={"a": {1}})])
     other = sample()
     other.rollout_routed_experts = other.rollout_routed_experts.astype(np.uint16)

@@ -24,7 +24,6 @@ from vime.data.plane import START, Arenas, DuplicateKey, Ranges, Ref, Spec, Stor
 from vime.errors import VimeError
 from vime.procs import free_port
 
-LEASE = 20.0  # seconds that bytes stay where they are for a reader; a slower read gets none
 PATIENCE = 3.0  # seconds in which a master that starts must answer
 BUFFER = 16 << 20  # Mooncake's own, which we don't use
 QUIET = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "MC_STORE_CLIENT_SETUP_RETRIES": "3"}
@@ -32,13 +31,18 @@ FULL, ABSENT, EXPIRED = -200, -704, -707
 SAID = {ABSENT: "it is not there", EXPIRED: "the read took longer than its lease", -900: "the master does not answer"}
 
 
-def commands(spec: Spec, lease: float = LEASE) -> list[tuple[str, list[str], bytes]]:
+def lease(spec: Spec) -> float:
+    """Seconds that bytes stay where they are for a reader; a slower read gets none."""
+    return max(20.0, spec.settings.timeout)
+
+
+def commands(spec: Spec) -> list[tuple[str, list[str], bytes]]:
     """(name, command, what it writes once it serves) of the master, unless one is given, and of the storage processes."""
     m = spec.settings.mooncake
     found = importlib.util.find_spec("mooncake")
     assert found and found.submodule_search_locations, "vime.conflicts has looked for it"
     host, _, port = spec.master.rpartition(":")
-    ttl = int(1000 * max(lease, spec.settings.timeout if lease == LEASE else 0))
+    ttl = int(1000 * lease(spec))
     master = [str(Path(found.submodule_search_locations[0]) / "mooncake_master"), f"--rpc_address={host}", f"--rpc_port={port}"]
     master += [f"--metrics_host={host}", f"--metrics_port={free_port()}", "--client_ttl=10", f"--default_kv_lease_ttl={ttl}"]
     master += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0", "--enable_metric_reporting=false"]
