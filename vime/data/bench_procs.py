@@ -288,7 +288,8 @@ class Controller(Party):
 
     def _deal(self, path: str, offers: list[Any], who: list[int], n: int) -> list[Any]:
         if path not in THROUGH:
-            return [[where for o in offers for j, where in o.items() if who[j] == c] for c in range(n)]
+            there = {j: where for o in offers for j, where in o.items()}
+            return [[there[j] for j in sorted(there) if who[j] == c] for c in range(n)]
         if path == "lists":
             return [[x for o in offers for x in o if who[x[0]] == c] for c in range(n)]
         if path == "json":
