@@ -131,25 +131,26 @@ def objective(cfg: Config) -> list[str]:
 def data_plane(cfg: Config) -> list[str]:
     """What the store of samples lacks here, or cannot do."""
     d, faults = cfg.data_plane, []
-    m, tq = d.mooncake, d.transferqueue
+    m = d.mooncake
     if d.backend not in STORES:
         return [f"data_plane.backend = {d.backend!r} is not known; {nearest(d.backend, STORES)}"]
     queue = d.backend == "transferqueue"
-    mooncake = d.backend == "mooncake" or (queue and tq.storage == "mooncake")
-    for module in ["mooncake"] * mooncake + ["transfer_queue"] * queue:
+    for module in ["mooncake"] * d.on_mooncake + ["transfer_queue"] * queue:
         if not find_spec(module):
             faults.append(f'data_plane.backend = {d.backend!r} needs the package {module}: pip install "vime[dataplane]"')
-    if mooncake:
+    if d.on_mooncake:
         try:
             ctypes.CDLL("libibverbs.so.1")
         except OSError:
             faults.append("data_plane: Mooncake needs libibverbs.so.1, also over TCP: apt-get install libibverbs1")
-    for name, used in (("mooncake", mooncake), ("transferqueue", queue)):
-        if not used and getattr(d, name).model_fields_set:
+    for name, used in (("mooncake", d.on_mooncake), ("transferqueue", queue)):
+        if not used and getattr(d, name) != type(getattr(d, name))():
             faults.append(f"[data_plane.{name}] has no meaning with data_plane.backend = {d.backend!r}: leave it out")
     segments = cfg.rollout.num_workers if m.storage == "own" else m.processes
-    if m.replicas > segments and not m.master:
+    if d.backend == "mooncake" and m.replicas > segments and not m.master:
         faults.append(f"data_plane.mooncake.replicas {m.replicas} copies need as many segments, and {m.storage!r} storage has {segments}")
     if m.device and m.protocol == "tcp":
         faults.append(f'data_plane.mooncake.device {m.device!r} is of protocol = "rdma"')
+    if m.replicas > 1 and queue:
+        faults.append("data_plane.mooncake.replicas: TransferQueue keeps one copy of everything: leave it out")
     return faults

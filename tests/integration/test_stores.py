@@ -174,6 +174,12 @@ def test_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
             assert refs[0].owner == ""
             time.sleep(1)
             assert same(reader.get(refs)[0], group(5))
+        if name == "controller":
+            cluster.kill(plane.hub)
+            with pytest.raises(Lost, match="run/dies/a0"):
+                for _ in range(40):  # until Ray has noticed
+                    reader.get(refs)
+                    time.sleep(0.1)
         if name == "transferqueue-simple":
             with pytest.raises(VimeError, match="has a TransferQueue already"):
                 Plane(plane.spec.settings, "second", 1, tmp_path)

@@ -50,6 +50,10 @@ def test_missing_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["data_plane.backend=moncake"], "data_plane.backend = 'moncake' is not known; did you mean 'mooncake'?"),
+        (["data_plane.mooncake.replicas=2"], "data_plane.mooncake. has no meaning with data_plane.backend = 'shm'"),
+        (["data_plane.backend=mooncake", "data_plane.mooncake.replicas=2"], "2 copies need as many segments, and 'own' storage has 1"),
+        (["data_plane.backend=mooncake", "data_plane.mooncake.device=mlx5_0"], "device 'mlx5_0' is of protocol = \"rdma\""),
         (["train.global_batch_size=7"], "does not divide rollout.batch_size x n_samples_per_prompt = 64"),
         (["parallel.fsdp=3"], "parallel.fsdp 3 does not divide"),
         (["rollout.n_samples_per_prompt=1"], "grpo needs"),
@@ -254,3 +258,15 @@ def test_each_fault_has_its_line_whichever_check_found_it() -> None:
     with pytest.raises(VimeError, match="t: 2 faults") as e:
         config.validate(BASE | {"parallel": {"fsdp": 3}, "train": {"max_staleness": 1}}, "t")
     assert len(str(e.value).splitlines()) == 3
+
+
+def test_what_the_store_of_samples_lacks_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vime import conflicts
+
+    monkeypatch.setattr(conflicts, "find_spec", lambda name: None)
+    monkeypatch.setattr(conflicts.ctypes, "CDLL", lambda name: open(f"/nowhere/{name}"))
+    tree = BASE | {"data_plane": {"backend": "transferqueue", "transferqueue": {"storage": "mooncake"}}}
+    with pytest.raises(VimeError) as e:
+        config.validate(tree, "run.toml")
+    for said in ("needs the package mooncake", "needs the package transfer_queue", "libibverbs.so.1, also over TCP: apt-get install libibverbs1"):
+        assert said in str(e.value)

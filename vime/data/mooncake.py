@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,13 @@ from vime.procs import free_port
 PATIENCE = 3.0  # seconds in which a master that starts must answer
 BUFFER = 16 << 20  # Mooncake's own, which we don't use
 QUIET = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "MC_STORE_CLIENT_SETUP_RETRIES": "3"}
-FULL, ABSENT, EXPIRED = -200, -704, -707
-SAID = {ABSENT: "it is not there", EXPIRED: "the read took longer than its lease", -900: "the master does not answer"}
+TTL = 10  # seconds without a sign of life after which the master forgets a client, and what lay there
+GONE = TTL + 3.0  # seconds after which every client has learnt that
+FULL, ABSENT = -200, -704
+SAID = {
+    **{ABSENT: "it is not there", -707: "the read took longer than its lease", -800: "the process that has it does not answer"},
+    **{-600: "the process that has it does not answer, or it is shorter", -900: "the master does not answer"},
+}
 
 
 def lease(spec: Spec) -> float:
@@ -44,8 +49,8 @@ def commands(spec: Spec) -> list[tuple[str, list[str], bytes]]:
     host, _, port = spec.master.rpartition(":")
     ttl = int(1000 * lease(spec))
     master = [str(Path(found.submodule_search_locations[0]) / "mooncake_master"), f"--rpc_address={host}", f"--rpc_port={port}"]
-    master += [f"--metrics_host={host}", f"--metrics_port={free_port()}", "--client_ttl=10", f"--default_kv_lease_ttl={ttl}"]
-    master += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0", "--enable_metric_reporting=false"]
+    master += [f"--metrics_host={host}", f"--metrics_port={free_port()}", f"--client_ttl={TTL}", f"--default_kv_lease_ttl={ttl}"]
+    master += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0", "--enable_metric_reporting=false", "--minloglevel=0"]
     out = [] if m.master else [("mooncake_master", master, b"Master service started")]
     store = [sys.executable, "-m", "vime.data.mooncake", f"--master={spec.master}", f"--bytes={m.segment_bytes}"]
     store += [f"--protocol={m.protocol}", f"--device={m.device}"]
@@ -122,17 +127,26 @@ class Mooncake(Store):
             raise VimeError(f"Mooncake at {self.spec.master}: {method}: {e}", "does its master run? is a storage host gone?") from e
 
     def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
-        for key, there in zip(keys, self.ask("batch_is_exist", keys)):
-            if there == 1:
-                raise DuplicateKey(f"group {key} is stored already, in Mooncake at {self.spec.master}")
-        codes = self.ask("batch_put_from", keys, [o.ctypes.data for o in objects], [len(o) for o in objects], self.place)
-        if bad := {k: rc for k, rc in zip(keys, codes) if rc}:
-            self.free(k for k in keys if k not in bad)
+        there = self.ask("batch_is_exist", keys)
+        if 1 in there:
+            raise DuplicateKey(f"group {keys[there.index(1)]} is stored already, in Mooncake at {self.spec.master}")
+        todo, end = dict(zip(keys, objects)), time.monotonic() + GONE
+        for again in itertools.count():
+            codes = self.ask("batch_put_from", [*todo], [o.ctypes.data for o in todo.values()], [len(o) for o in todo.values()], self.place)
+            bad = {k: rc for k, rc in zip(todo, codes) if rc}
+            if not bad:
+                break
             key, rc = next(iter(bad.items()))
-            what = f"group {key} of {len(objects[keys.index(key)])} bytes: Mooncake at {self.spec.master}"
-            if rc == FULL:
-                raise StoreFull(f"{what} has no room", "raise data_plane.mooncake.segment_bytes, or lower data_plane.budget_bytes")
-            raise VimeError(f"{what}: {SAID.get(rc, f'error {rc}')}", "is its master, or a storage process, gone?")
+            full = FULL in bad.values()  # as is a store whose master has just come back, until its segments have
+            if (full and not again) or time.monotonic() > end:
+                self.free(keys)
+                what = f"group {key} of {len(todo[key])} bytes: Mooncake at {self.spec.master}"
+                if full:
+                    raise StoreFull(f"{what} has no room", "raise data_plane.mooncake.segment_bytes, or lower data_plane.budget_bytes")
+                raise VimeError(f"{what}: {SAID.get(rc, f'error {rc}')}", "is its master, or a storage process, gone?")
+            todo = {k: todo[k] for k in bad}
+            self.counts["put_again"] += len(todo)
+            time.sleep(0.3)
         lie = self.where(keys)
         for at in lie.values():
             self.counts["short_of_replicas"] += len(at) < self.place.replica_num
@@ -157,29 +171,35 @@ class Mooncake(Store):
             out[i] = rows if isinstance(rows, str) else {k: row.view(t).reshape(shape) for (k, (t, shape, *_)), row in zip(table, rows)}
         return out
 
-    def fetch(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]], again: bool = True) -> list[Any]:
-        """Of each object its bytes first to end of each span, or what was found in their place; in one call for all. What outlived its
-        lease is read once more, each object under a lease of its own."""
-        if not refs:
-            return []
-        ends = [*accumulate((aligned(b - a) for row in spans for a, b in row), initial=0)]
+    def fetch(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
+        """Of each object its bytes first to end of each span, or what was found in their place. What fails but is there is read once more;
+        where there are replicas, until the master has noticed which one is gone: readers don't turn to another by themselves."""
+        end = time.monotonic() + (GONE if self.place.replica_num > 1 else 0)
+        out: list[Any] = self.once(refs, spans) if refs else []
+        for again in itertools.count():
+            todo = [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]
+            if not todo or (again and time.monotonic() > end):
+                return out
+            self.counts["reread"] += len(todo)
+            time.sleep(0.3 * bool(again))
+            for i, one in zip(todo, self.once([refs[i] for i in todo], [spans[i] for i in todo])):
+                out[i] = one
+
+    def once(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
+        """One call for all of fetch's."""
+        ends = [*itertools.accumulate((aligned(b - a) for row in spans for a, b in row), initial=0)]
         arena, starts = self.arenas.take(ends[-1]), iter(ends)
         at = [[next(starts) for _ in row] for row in spans]
         sizes = [[b - a for a, b in row] for row in spans]
-        wanted = [[r.key for r in refs]], [at], [[[a for a, _ in row] for row in spans]], [sizes]
         try:
+            wanted = [[r.key for r in refs]], [at], [[[a for a, _ in row] for row in spans]], [sizes]
             codes = self.ask("get_into_ranges", [arena.ctypes.data], *wanted)[0]
         except VimeError as e:
             return [str(e)] * len(refs)
         out: list[Any] = []
-        for i, (ref, got) in enumerate(zip(refs, codes)):
-            rc = next((rc for rc, n in zip(got, sizes[i]) if rc != n), 0)
-            if rc == EXPIRED and again:
-                self.counts["reread"] += 1
-                out += self.fetch([ref], [spans[i]], again=False)
-            else:
-                what = SAID.get(rc, f"error {rc}" if rc < 0 else f"only {rc} bytes were read")
-                out.append(what if rc else [arena[x : x + n] for x, n in zip(at[i], sizes[i])])
+        for got, places, row in zip(codes, at, sizes, strict=True):
+            rc = next((rc for rc, n in zip(got, row, strict=True) if rc != n), 0)
+            out.append(SAID.get(rc, f"Mooncake's error {rc}") if rc else [arena[x : x + n] for x, n in zip(places, row)])
         return out
 
     def free(self, refs: Iterable[Ref | str]) -> None:

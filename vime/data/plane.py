@@ -210,9 +210,11 @@ class Store:
         whole = fields is None and not ranges
         with self.lock:
             found = self.read(refs, True) if whole else self.parts(refs, fields, ranges)
-        why = {ref.key: one for ref, one in zip(refs, found, strict=True) if isinstance(one, str)}
-        for ref, one in zip(refs, found) if whole else ():
-            if not isinstance(one, str) and (crc := zlib.crc32(one.data)) != ref.crc:
+        why = {}
+        for ref, one in zip(refs, found, strict=True):
+            if isinstance(one, str):
+                why[ref.key] = one
+            elif whole and (crc := zlib.crc32(one.data)) != ref.crc:
                 why[ref.key] = f"corrupt: the checksum is {crc:08x}, and was {ref.crc:08x} when it was stored"
         if why:
             raise lost(why)
