@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   vime train run.toml --resume                     continue from the newest checkpoint
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
+  vime bench dataplane --quick                     what it costs to move samples, through a controller and past it
   vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same
   vime export runs/demo --out my-model             the trained model as a Hugging Face folder
   vime doctor                                      what this machine can run, and what is missing
@@ -82,14 +83,33 @@ def parser() -> argparse.ArgumentParser:
     e.add_argument("action", choices=["list", "drain", "replace", "add"])
     e.add_argument("what", nargs="*", metavar="N | URL | KEY=VALUE", help="see above; the value is read as TOML, else as a string")
 
-    about = "Load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance."
+    about = "Measure servers, or the ways samples take from rollout to trainer."
     b = sub.add_parser("bench", help=about, description=about).add_subparsers(dest="what", required=True, metavar="COMMAND")
+    about = "Load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance."
     o = b.add_parser("rollout", help=about, description=about)
     o.add_argument(
         "targets", nargs="+", metavar="CONFIG | URL", help="a run's TOML file: its prompts, its servers, which are started; or servers that run"
     )
     o.add_argument("--seconds", type=float, default=20, help="how long requests are sent (20)")
     o.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
+    about = "Move samples from producers over a controller, or past it, to consumers, each a process: time, CPU, memory and bytes of every path."
+    w = b.add_parser("dataplane", help=about, description=f"{about} docs/data-plane.md says what they mean. Exit code 1 where a path failed.")
+    w.add_argument("--quick", action="store_true", help="two payloads, the main paths: a minute. Without it all: half an hour")
+    w.add_argument("--cells", nargs="+", metavar="KIND:N", help="payloads: N items of text2k, text16k, routing or pixels; N x G: groups of G samples")
+    w.add_argument("--paths", nargs="+", metavar="PATH", help="only these")
+    w.add_argument("-m", type=int, default=8, help="producers (8)")
+    w.add_argument("-n", type=int, default=4, help="consumers (4)")
+    w.add_argument("--rounds", type=int, metavar="N", help="timed rounds of each path, after one more to warm up (5; 3 with --quick)")
+    w.add_argument(
+        "--hosts", nargs="?", const="1gbit", metavar="RATE", help="in network namespaces whose links have this rate (1gbit): 2 + 2 hosts and the controller's; root"
+    )
+    w.add_argument("--delay", metavar="TIME", help="with --hosts: of each link and direction, as 1ms; the kernel needs netem")
+    w.add_argument("--model", action="store_true", help="also what this run's costs would mean for clusters: computed, not measured")
+    w.add_argument("--json", action="store_true", help="print JSON in place of the tables")
+    w.add_argument("--out", metavar="FILE", help="also write the JSON there")
+    w.add_argument("--read", metavar="FILE", help="run nothing, show what an earlier --out wrote")
+    w.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg)")
 
     v = sub.add_parser(
         "parity", help="whether two variants of a run learn the same", formatter_class=raw,
@@ -148,6 +168,10 @@ def run(args: argparse.Namespace) -> int:
         print(control.command(args.run, args.action, args.what))
         return 0
     if args.command == "bench":
+        if args.what == "dataplane":
+            from vime.data import bench as dataplane
+
+            return dataplane.command(args)
         from vime import bench
 
         return bench.rollout(args.targets, args.seconds, args.json)
