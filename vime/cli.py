@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 
 EXAMPLES = """examples:
   vime model get smollm2-135m                      a small real model, ready to train
@@ -169,8 +169,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.command == "bench":
         if args.what == "dataplane":
-            from vime.data import bench as dataplane
-
+            sys.path.insert(0, str(Path(__file__).parent.parent))
+            try:
+                from benchmarks import dataplane
+            except ModuleNotFoundError as e:
+                raise VimeError(f"vime bench dataplane is in the source tree's benchmarks/: {said(e)}", "install vime from a clone") from e
             return dataplane.command(args)
         from vime import bench
 

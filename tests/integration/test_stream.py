@@ -1,6 +1,7 @@
 """train.stream: a step in parts is the whole step."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ AGGREGATES = ("sample-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token
 def in_parts(trainer, cfg, step, batch, cuts):
     """What vime.train.streamed does, with the groups between the cuts as parts."""
     metas, got, skipped = [], {}, 0
-    for a, b in zip(cuts, cuts[1:]):
+    for a, b in pairwise(cuts):
         for s in (s for g in batch[a:b] for s in g):
             s.token_versions = [step - 1 if v >= 0 else v for v in s.token_versions]
         found, advantages = estimate([meta_of(s) for g in batch[a:b] for s in g], cfg)

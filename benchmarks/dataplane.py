@@ -27,8 +27,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vime.data import bench_procs as procs_of
-from vime.data.hosts import Hosts
+from benchmarks import dataplane_procs as procs_of
+from benchmarks.hosts import Hosts
 from vime.errors import VimeError
 from vime.procs import Child, descendants, free_port, spawn
 
@@ -79,7 +79,7 @@ class Session:
 
     def _spawn(self, name: str, host: int, cmd: list[str]) -> None:
         inside = self.hosts.inside(host) if self.hosts else []
-        env = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        env = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
         self.children[name] = spawn([*inside, *cmd], self.folder / f"{name}.log", env)
         self.stack.callback(self.children[name].stop)
 
@@ -100,7 +100,7 @@ class Session:
         for name in names:
             spec = shared | {"name": name, "host": address[of(name)]}
             role = name.rstrip("0123456789")
-            self._spawn(name, of(name), [sys.executable, "-m", "vime.data.bench_procs", role, json.dumps(spec)])
+            self._spawn(name, of(name), [sys.executable, "-m", "benchmarks.dataplane_procs", role, json.dumps(spec)])
         self.sock: Any = zmq.Context.instance().socket(zmq.DEALER)
         self.stack.callback(self.sock.close, 0)
         self.sock.setsockopt(zmq.IDENTITY, b"main")
