@@ -195,7 +195,10 @@ def test_bf16_computes_in_half_and_keeps_fp32_weights(tmp_path):
         exact = t.log_probs(t.model, pack(items, samples))
     cfg = make_cfg(folder, tmp_path, train={"dtype": "bfloat16", "lr": 1e-6})
     with one_rank(cfg) as t:
-        half = t.log_probs(t.model, pack(items, samples))
+        batch, seen = pack(items, samples), []
+        t.model.base_model.layers[0].register_forward_pre_hook(lambda _, args, kw: seen.append(kw["packing"].pack), with_kwargs=True)
+        half = t.log_probs(t.model, batch)
+        assert seen[0] is batch, "FSDP must not look through a micro-batch, and copy it, in every layer"
         assert half.dtype == torch.float32 and 0 < (half - exact).abs().mean() < 0.06
         before = weights(t)
         m = train_once(t, cfg, 1, make_batch(12))
