@@ -181,14 +181,16 @@ def usage(reset: bool = False) -> dict[int, tuple[float, int]]:
     """pid -> (CPU seconds, peak of resident bytes) of all processes below this one; `reset` begins the peaks anew."""
     out = {}
     for pid in descendants(os.getpid()):
+        cpu = 0
         with suppress(OSError):  # it ended meanwhile
             if reset:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
-            tasks = list(Path(f"/proc/{pid}/task").iterdir())
-            cpu = sum(int((t / "schedstat").read_text().split()[0]) for t in tasks) / 1e9
-            status = Path(f"/proc/{pid}/status").read_text()
-            if "VmHWM:" in status:
-                out[pid] = (cpu, int(status.partition("VmHWM:")[2].split()[0]) * 1024)
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):  # a thread did
+                    cpu += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
+            _, _, peak = Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")
+            if peak:  # a zombie has none
+                out[pid] = (cpu / 1e9, int(peak.split()[0]) * 1024)
     return out
 
 

@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
     about = "Move samples from producers over a controller, or past it, to consumers, each a process: time, CPU, memory and bytes of every path."
     w = b.add_parser("dataplane", help=about, description=f"{about} docs/data-plane.md says what they mean. Exit code 1 where a path failed.")
-    w.add_argument("--quick", action="store_true", help="two payloads, the main paths: a minute. Without it all: half an hour")
+    w.add_argument("--quick", action="store_true", help="a small cell of each payload, the main paths: about a minute. Without it all paths, large cells, m and n swept")
     w.add_argument("--cells", nargs="+", metavar="KIND:N", help="payloads: N items of text2k, text16k, routing or pixels; N x G: groups of G samples")
     w.add_argument("--paths", nargs="+", metavar="PATH", help="only these")
     w.add_argument("-m", type=int, default=8, help="producers (8)")
