@@ -183,6 +183,7 @@ def test_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
         if name == "transferqueue-simple":
             with pytest.raises(VimeError, match="has a TransferQueue already"):
                 Plane(plane.spec.settings, "second", 1, tmp_path)
+            assert same(reader.get(refs)[0], group(5))  # and the first one goes on
             for i in range(2):
                 cluster.kill(cluster.get_actor(f"TransferQueueStorageUnit#{i}"))
             begin = time.monotonic()

@@ -264,7 +264,7 @@ def test_what_the_store_of_samples_lacks_here_is_named(monkeypatch: pytest.Monke
     from vime import conflicts
 
     monkeypatch.setattr(conflicts, "find_spec", lambda name: None)
-    monkeypatch.setattr(conflicts.ctypes, "CDLL", lambda name: open(f"/nowhere/{name}"))
+    monkeypatch.setattr(conflicts.ctypes, "CDLL", lambda name: Path(f"/nowhere/{name}").read_bytes())
     tree = BASE | {"data_plane": {"backend": "transferqueue", "transferqueue": {"storage": "mooncake"}}}
     with pytest.raises(VimeError) as e:
         config.validate(tree, "run.toml")

@@ -90,7 +90,7 @@ def test_environment_is_the_lock():
 
 def test_every_import_is_declared():
     """What vime imports is a direct dependency in pyproject.toml, not something that another package happens to bring."""
-    declared = {canonicalize_name(r.name) for r in requirements(["cpu", "cuda", "demo", "trackers"])}
+    declared = {canonicalize_name(r.name) for r in requirements(["cpu", "cuda", "dataplane", "demo", "trackers"])}
     owners = importlib.metadata.packages_distributions()
     missing = set()
     for path in sources("vime"):

@@ -24,7 +24,7 @@ from vime.data.plane import START, Arenas, DuplicateKey, Ranges, Ref, Spec, Stor
 from vime.errors import VimeError
 from vime.procs import free_port
 
-PATIENCE = 3.0  # seconds in which a master that starts must answer
+PATIENCE = 3.0  # seconds for a master that starts to answer, and for room to come
 BUFFER = 16 << 20  # Mooncake's own, which we don't use
 QUIET = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "MC_STORE_CLIENT_SETUP_RETRIES": "3"}
 TTL = 10  # seconds without a sign of life after which the master forgets a client, and what lay there
@@ -130,15 +130,16 @@ class Mooncake(Store):
         there = self.ask("batch_is_exist", keys)
         if 1 in there:
             raise DuplicateKey(f"group {keys[there.index(1)]} is stored already, in Mooncake at {self.spec.master}")
-        todo, end = dict(zip(keys, objects)), time.monotonic() + GONE
-        for again in itertools.count():
+        todo, end, full = dict(zip(keys, objects)), time.monotonic() + GONE, False
+        while True:
             codes = self.ask("batch_put_from", [*todo], [o.ctypes.data for o in todo.values()], [len(o) for o in todo.values()], self.place)
             bad = {k: rc for k, rc in zip(todo, codes) if rc}
             if not bad:
                 break
             key, rc = next(iter(bad.items()))
-            full = FULL in bad.values()  # as is a store whose master has just come back, until its segments have
-            if (full and not again) or time.monotonic() > end:
+            if FULL in bad.values():  # as is a store whose master has just come back, until its segments have
+                full, end = True, end if full else time.monotonic() + PATIENCE
+            if time.monotonic() > end:
                 self.free(keys)
                 what = f"group {key} of {len(todo[key])} bytes: Mooncake at {self.spec.master}"
                 if full:
@@ -174,16 +175,17 @@ class Mooncake(Store):
     def fetch(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
         """Of each object its bytes first to end of each span, or what was found in their place. What fails but is there is read once more;
         where there are replicas, until the master has noticed which one is gone: readers don't turn to another by themselves."""
-        end = time.monotonic() + (GONE if self.place.replica_num > 1 else 0)
+        end, again = time.monotonic() + (GONE if self.place.replica_num > 1 else 0), False
         out: list[Any] = self.once(refs, spans) if refs else []
-        for again in itertools.count():
-            todo = [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]
-            if not todo or (again and time.monotonic() > end):
-                return out
+        while todo := [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]:
+            if again and time.monotonic() > end:
+                break
             self.counts["reread"] += len(todo)
-            time.sleep(0.3 * bool(again))
+            time.sleep(0.3 * again)
+            again = True
             for i, one in zip(todo, self.once([refs[i] for i in todo], [spans[i] for i in todo])):
                 out[i] = one
+        return out
 
     def once(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
         """One call for all of fetch's."""

@@ -331,7 +331,7 @@ class RayRefs(Store):
             raise StoreFull(f"Ray's object store: {said(e)}", "it is as large as Ray was told by object_store_memory") from e
 
     def read(self, refs: Sequence[Ref], whole: bool) -> list[Any]:
-        if places := [r.at for r in refs if r.at]:  # all at once, then one by one to see which are lost
+        if places := [*{r.at for r in refs if r.at}]:  # all at once, then one by one to see which are lost
             ray().wait(places, num_returns=len(places), timeout=self.timeout)
         return [self.one(r) for r in refs]
 
@@ -397,6 +397,7 @@ class Plane:
 
     def __init__(self, settings: DataPlaneConfig, run: str, workers: int, folder: Path, host: str = "127.0.0.1"):
         self.folder, self.running, m = folder, dict[str, tuple[list[str], bytes, Child]](), settings.mooncake
+        self.queue: Any = None
         room = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
         if settings.on_mooncake:
             room = m.segment_bytes * (m.processes if m.storage == "processes" else workers) // m.replicas
@@ -411,6 +412,7 @@ class Plane:
                 from vime.data import transferqueue
 
                 transferqueue.start(self.spec, host)
+                self.queue = transferqueue
             if settings.backend == "controller":
                 self.hub = ray().remote(Hub).options(name=f"hub-{run}", num_cpus=0).remote()
         except BaseException:
@@ -438,10 +440,8 @@ class Plane:
         return dead
 
     def close(self) -> None:
-        if self.spec.settings.backend == "transferqueue":
-            from vime.data import transferqueue
-
-            transferqueue.stop()
+        if self.queue:
+            self.queue.stop()
         for *_, child in reversed(self.running.values()):
             child.stop()
         shutil.rmtree(folder_of(self.spec), ignore_errors=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -38,18 +39,16 @@ def start(spec: Spec, host: str) -> None:
     """Start TransferQueue in this Ray cluster; the process that did ends it with `stop`. Raises: VimeError where there is one already."""
     if running():
         raise VimeError("this Ray cluster has a TransferQueue already: another run's?", "end that, or give this run a Ray cluster of its own")
-    from omegaconf import OmegaConf
-
     m, own = spec.settings.mooncake, spec.settings.mooncake.storage == "own"
     simple = {"num_data_storage_units": spec.settings.transferqueue.units}
     store = {"auto_init": False, "metadata_server": "P2PHANDSHAKE", "master_server_address": spec.master, "local_hostname": host}
     store |= {"global_segment_size": m.segment_bytes if own else 0, "local_buffer_size": 16 << 20, "protocol": m.protocol, "device_name": m.device}
     kind = "SimpleStorage" if spec.settings.transferqueue.storage == "simple" else "MooncakeStore"
     backend = {"storage_backend": kind, kind: simple if kind == "SimpleStorage" else store}
-    conf = OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend}, flags={"allow_objects": True})
     try:
-        within(120, queue(spec.settings.timeout).init, conf)
+        within(120, queue(spec.settings.timeout).init, {"controller": {"polling_mode": True}, "backend": backend})
     except Exception as e:
+        stop()
         raise VimeError(f"TransferQueue did not start: {said(e)}", "see data_plane.transferqueue") from e
 
 
@@ -88,7 +87,8 @@ class Queue(Store):
             tags = [{"nbytes": len(o)} for o in objects]
             self.ask(self.tq.kv_batch_put, keys, self.spec.run, TensorDict({"bytes": column}, batch_size=len(keys)), tags)
         except VimeError:
-            self.free(keys)  # a put that fails leaves its keys behind
+            with suppress(VimeError):
+                self.free(keys)  # a put that fails leaves its keys behind
             raise
         return [("", None)] * len(keys)
 
