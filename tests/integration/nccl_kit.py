@@ -65,16 +65,16 @@ class Model(torch.nn.Module):
             self.got[name] = t.clone()
 
 
-def serve(pipe: Connection, workers: int) -> None:
-    """A vLLM server's endpoints of a weight update, with vime's plugin in as many workers. GET: what it has. POST /fault: the next update
-    kills it ("dies"), is not taken part in ("deaf"), or refused ("refuses")."""
+def serve(pipe: Connection, workers: int, fault: str) -> None:
+    """A vLLM server's endpoints of a weight update, with vime's plugin in as many workers. GET: what it has. With `fault` it goes down in
+    the middle of an update ("dies"), never takes part in one ("deaf"), or refuses it ("refuses")."""
     over_gloo()
     from vime.weights.vllm_plugin import FileWeightTransferEngine
 
     parallel = [SimpleNamespace(data_parallel_index=0, world_size=workers, rank=w) for w in range(workers)]
     config = [SimpleNamespace(parallel_config=p, model_config=None) for p in parallel]
     engines = [FileWeightTransferEngine(None, c, torch.device("cpu"), Model()) for c in config]  # type: ignore[arg-type]
-    told: dict[str, Any] = {"joined": 0, "updates": [], "version": "", "fault": ""}
+    told: dict[str, Any] = {"joined": 0, "updates": [], "version": ""}
 
     def all_workers(call: Callable[[Any], None]) -> None:
         faults: list[BaseException] = []
@@ -103,11 +103,13 @@ def serve(pipe: Connection, workers: int) -> None:
             e.start_weight_update()
 
     def update(body: Any) -> None:
-        if told["fault"] == "refuses":
+        if fault == "deaf":
+            time.sleep(600)
+        if fault == "refuses":
             raise ValueError("no room for these weights")
-        if told["fault"]:
-            time.sleep(0.5 if told["fault"] == "dies" else 600)
-            os._exit(1)
+        if fault == "dies":
+            threading.Timer(0.5, os._exit, (1,)).start()
+            time.sleep(600)
         began = time.monotonic()
         all_workers(lambda e: e.receive_weights(e.parse_update_info(body["update_info"])))
         told["updates"].append([began, time.monotonic()])
@@ -117,11 +119,7 @@ def serve(pipe: Connection, workers: int) -> None:
             e.finish_weight_update()
         told["version"] = body["weight_version"]
 
-    def fault(body: Any) -> None:
-        told["fault"] = body
-
-    paths = {"fault": fault, "init_weight_transfer_engine": init, "start_weight_update": start}
-    paths |= {"update_weights": update, "finish_weight_update": finish}
+    paths = {"init_weight_transfer_engine": init, "start_weight_update": start, "update_weights": update, "finish_weight_update": finish}
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self, code: int, what: Any) -> None:

@@ -146,31 +146,3 @@ def test_sleeping_servers_wake_before_they_get_weights(stack: Stack, fleet: Flee
     ((c,),) = ask(stack.server.url, lambda c: c.generate(PROMPT, {"max_tokens": 4}))
     want = score(policy.model, PROMPT + c.token_ids)[len(PROMPT) - 1 :]
     assert max(abs(a - b) for a, b in zip(c.log_probs, want, strict=True)) < 1e-4
-
-
-def test_weights_that_were_sent_are_proven_and_late_servers_get_a_file(stack: Stack, fleet: Fleet) -> None:
-    """The servers' side of NCCL without a GPU: here the test brings the weights, between hold and publish."""
-    stack.policy().publish(fleet)
-    before = fleet.hold()
-    assert [(r.engine, r.url, r.workers) for r in before] == [(0, stack.server.url, 1)]
-    with pytest.raises(VimeError, match="no answer within"):
-        ask(stack.server.url, lambda c: c.generate(PROMPT, {"max_tokens": 1}, timeout=1))
-    policy, files = stack.policy(), list[str]()
-
-    def whole() -> str:
-        files.append(policy.path)
-        return policy.path
-
-    update = {"update_info": {"path": policy.path}}
-    ask(stack.server.url, lambda c: c.post("/start_weight_update"), lambda c: c.post("/update_weights", update),
-        lambda c: c.post("/finish_weight_update", {"weight_version": str(policy.version)}))  # fmt: skip
-    fleet.publish(policy.version, "", policy.canary, 1e-4, whole=whole, sent=True)
-    assert fleet.version_at(0) == policy.version and not files
-    assert fleet.hold() == before, "the same process, so the same group"
-    fleet.publish(policy.version, "", policy.canary, 1e-4, whole=whole, sent=True)
-    fleet.take_out(0)
-    fleet.bring_in(0)  # as after a restart
-    assert files == [policy.path] and fleet.hold() != before
-    other = stack.policy()
-    with pytest.raises(VimeError, match=f"weights v{other.version} did not take: the server reports version {policy.version}"):
-        fleet.publish(other.version, "", other.canary, 1e-4, whole=whole, sent=True)

@@ -3,7 +3,7 @@
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,32 @@ from vime.procs import free_port
 from vime.weights import Receiver, delta
 
 BUFFER = 4096  # bytes; the largest tensors of these models have more
+Start = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def urls() -> Iterator[list[str]]:
-    """Of a server of two workers, and of two of one worker, the last of which may be broken."""
-    context, processes, pipes = mp.get_context("spawn"), [], []
-    for workers in (2, 1, 1):
+def start() -> Iterator[Start]:
+    """Starts a server of `workers` processes' worth; its URL."""
+    context, processes = mp.get_context("spawn"), []
+
+    def one(workers: int, fault: str = "") -> str:
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(theirs, workers), daemon=True))
+        processes.append(context.Process(target=serve, args=(theirs, workers, fault), daemon=True))
         processes[-1].start()
-        pipes.append(ours)
-    assert all(p.poll(120) for p in pipes)
-    yield [p.recv() for p in pipes]
-    for process in processes:
-        process.kill()
+        assert ours.poll(120)
+        return str(ours.recv())
+
+    yield one
+    for p in processes:
+        p.kill()
 
 
 def config_of(folder: Path, model: Path, **changes: Any) -> Config:
     return make_cfg(model, folder, weights={"transport": "nccl", "buffer_size": BUFFER, "canary": False}, **changes)
 
 
-def asked(url: str, body: str | None = None) -> Any:
-    with urllib.request.urlopen(url, None if body is None else json.dumps(body).encode()) as r:
+def asked(url: str) -> Any:
+    with urllib.request.urlopen(url) as r:
         return json.loads(r.read())
 
 
@@ -69,9 +72,9 @@ def check(url: str, result: Any, version: int, joined: int) -> list[float]:
     return got["updates"][-1]
 
 
-def test_ranks_send_the_same_bits_to_several_servers_at_once(tmp_path: Path, urls: list[str], two_ranks: Ranks) -> None:
+def test_ranks_send_the_same_bits_to_several_servers_at_once(tmp_path: Path, start: Start, two_ranks: Ranks) -> None:
     model = make_model(tmp_path / "m", "qwen3", num_hidden_layers=3)
-    urls = urls[:2]
+    urls = [start(2), start(1)]
     servers, healed = ([Receiver(i, u, n, epoch) for i, (u, n) in enumerate(zip(urls, (2, 1)))] for epoch in (0, 1))
     cfg = config_of(tmp_path, model, parallel={"fsdp": 2})
     results = two_ranks(publishes, cfg, [servers, servers, healed])
@@ -88,17 +91,15 @@ def test_ranks_send_the_same_bits_to_several_servers_at_once(tmp_path: Path, url
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
+        ("dies", r"NCCL, sending weights v1 to engine 0 .*: engine 0: POST /update_weights: "),
         ("refuses", r"engine 0: POST /update_weights: HTTP Error 500.*ValueError: no room for these weights"),
         ("deaf", r"NCCL, sending weights v1 to engine 0 .*: not done after 4 s \(train.step_timeout\)"),
-        ("dies", r"NCCL, sending weights v1 to engine 0 .*: engine 0: POST /update_weights: "),
         ("gone", r"NCCL, joining engine 0 .*: engine 0: POST /init_weight_transfer_engine: .*refused"),
     ],
 )
-def test_a_dead_server_is_an_error_and_no_hang(tmp_path: Path, urls: list[str], monkeypatch: pytest.MonkeyPatch, fault: str, said: str) -> None:
+def test_a_dead_server_is_an_error_and_no_hang(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, fault: str, said: str) -> None:
     over_gloo(monkeypatch.setattr)
-    url = f"http://127.0.0.1:{free_port()}" if fault == "gone" else urls[2]
-    if fault != "gone":
-        asked(url + "/fault", fault)
+    url = f"http://127.0.0.1:{free_port()}" if fault == "gone" else start(1, fault)
     cfg = config_of(tmp_path, make_model(tmp_path / "m"), train={"step_timeout": 4 if fault == "deaf" else 60})
     with one_rank(cfg) as t:
         began = time.monotonic()
