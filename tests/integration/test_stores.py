@@ -117,7 +117,7 @@ def test_another_checksum_or_length_is_lost(backend: tuple[str, Plane, Store, St
     _, _, producer, reader = backend
     (ref,) = producer.put({"run/crc/a0": group(1)})
     with pytest.raises(Lost, match="run/crc/a0: corrupt") as lost:
-        reader.get([dataclasses.replace(ref, crc=ref.crc ^ 1)])
+        reader.get([dataclasses.replace(ref, digest=ref.digest ^ 1)])
     assert lost.value.keys == (ref.key,)
     with pytest.raises(Lost, match="run/crc/a0"):
         reader.get([dataclasses.replace(ref, nbytes=ref.nbytes + 8)])

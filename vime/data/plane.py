@@ -13,7 +13,6 @@ import shutil
 import threading
 import time
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from vime.errors import VimeError, said
 from vime.procs import Child, free_port, spawn
@@ -48,7 +48,7 @@ class Ref:
 
     key: str  # unique per attempt: <run>/g<group>/a<attempt>
     nbytes: int
-    crc: int  # zlib.crc32 of the whole object
+    digest: int  # XXH3 (64 bits) of the whole object
     owner: str = ""  # the worker whose death loses the bytes; "": none
     head: int = 0  # bytes before the first array
     at: Any = field(default=None, compare=False, repr=False)  # ray: the reference that keeps the bytes alive
@@ -199,13 +199,13 @@ class Store:
                 objects.append(arena[at : at + n])
                 pack(head, fields, objects[-1])
                 at += aligned(n)
-            crcs = [zlib.crc32(o.data) for o in objects]
+            digests = [xxh3_64_intdigest(o.data) for o in objects]
             places = self.write([*items], objects) if items else []
-        rows = zip(items, heads, crcs, places, strict=True)
-        return [Ref(key, n, crc, owner, len(head), place) for key, (head, n), crc, (owner, place) in rows]
+        rows = zip(items, heads, digests, places, strict=True)
+        return [Ref(key, n, digest, owner, len(head), place) for key, (head, n), digest, (owner, place) in rows]
 
     def get(self, refs: Sequence[Ref], fields: Collection[str] | None = None, ranges: Ranges | None = None) -> list[Fields]:
-        """The groups' arrays, not to be written to. `fields`: only these; `ranges`: of these only some rows. Whole groups are checked by crc.
+        """The groups' arrays, not to be written to. `fields`: only these; `ranges`: of these only some rows. Whole groups are checked by their digest.
         Raises: Lost; VimeError for a field or rows that a group has not."""
         whole = fields is None and not ranges
         with self.lock:
@@ -214,8 +214,8 @@ class Store:
         for ref, one in zip(refs, found, strict=True):
             if isinstance(one, str):
                 why[ref.key] = one
-            elif whole and (crc := zlib.crc32(one.data)) != ref.crc:
-                why[ref.key] = f"corrupt: the checksum is {crc:08x}, and was {ref.crc:08x} when it was stored"
+            elif whole and (digest := xxh3_64_intdigest(one.data)) != ref.digest:
+                why[ref.key] = f"corrupt: the checksum is {digest:016x}, and was {ref.digest:016x} when it was stored"
         if why:
             raise lost(why)
         return [unpack(ref.key, one) if whole else one for ref, one in zip(refs, found)]
