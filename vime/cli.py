@@ -65,11 +65,6 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("--moe", action="store_true", help="a mixture of 8 experts, 2 for each token")
     y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
 
-    about = "Make a char-level Idefics3 of 0.4M random parameters, which takes images."
-    v = m.add_parser("tiny-vision", help="a char-level model that takes images", description=about)
-    v.add_argument("--out", required=True, help="folder to make")
-    v.add_argument("--seed", type=int, default=0)
-
     e = sub.add_parser(
         "engines", help="list, drain, replace or add servers of a running job", formatter_class=raw,
         description="Run-time control of a running job's vLLM servers, from another terminal; training goes on.\n"
@@ -130,8 +125,6 @@ def run(args: argparse.Namespace) -> int:
 
         if args.what == "get":
             print(model.get(args.name, args.out))
-        elif args.what == "tiny-vision":
-            print(model.tiny_vision(args.out, seed=args.seed))
         else:
             print(model.tiny(args.out, seed=args.seed, sft_steps=args.sft_steps, moe=args.moe))
         return 0

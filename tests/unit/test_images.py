@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from examples.vision.make_data import main
+from examples.vision.make_model import IMAGE, PARTS
 from tests.integration.vision_kit import draw
 from vime.config import DataConfig, validate
 from vime.data.examples import Examples
@@ -20,7 +21,7 @@ from vime.data.images import content_part, read, reference
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
-from vime.model import CHARS, IMAGE, PARTS, _char_tokenizer
+from vime.model import CHARS, _char_tokenizer
 from vime.sample import Sample
 
 PAD = 3 + len(CHARS)  # the image token
