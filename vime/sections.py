@@ -49,9 +49,7 @@ class RewardConfig(Section):
     post_process: str | None = Field(None, description="plug-in: a step's rewards -> (raw rewards, advantages), in place of the estimator")
     on_error: Literal["raise", "skip"] = Field("raise", description="skip: drop and count a group with a failing reward, take another")
     timeout: float = Field(60, gt=0, description="seconds a reward call may take")
-    overlong_buffer_len: int = Field(
-        0, ge=0, description="DAPO's soft punishment: over the last so many tokens below rollout.max_response_len the reward falls; 0: off"
-    )
+    overlong_buffer_len: int = Field(0, ge=0, description="DAPO: over the last so many tokens below rollout.max_response_len the reward falls; 0: off")
     overlong_penalty_factor: float = Field(1.0, gt=0, description="by how much it has fallen at the limit")
 
     @model_validator(mode="after")
@@ -122,9 +120,7 @@ class MooncakeConfig(Section):
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = Field("", description="RDMA devices, as mlx5_0,mlx5_1")
     segment_bytes: int = Field(1 << 30, ge=1 << 24, description="memory that each worker, or each storage process, gives to the store")
-    storage: Literal["own", "processes"] = Field(
-        "own", description="own: samples stay in the worker that made them, and die with it; processes: in storage processes"
-    )
+    storage: Literal["own", "processes"] = Field("own", description="own: in the worker that made them, and lost with it; processes: in storage processes")
     processes: int = Field(1, ge=1, description="of storage = \"processes\": how many are started on this host; 'python -m vime.data.mooncake' adds more")
     replicas: int = Field(1, ge=1, description="copies of each group, each in another segment; 2 survive the death of one")
 

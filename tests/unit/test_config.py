@@ -241,20 +241,15 @@ def test_urls_of_servers(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "near"),
-    [
-        ("h:8000", "http://h:8000"), ("h", "http://h:8000"), ("http://h:8000/", "http://h:8000"), ("https://h:9/v1", "https://h:9"), ("", "http://host:8000"),
-        ("http://", "http://host:8000"), ("http://h:99999", "http://host:8000"), ("http://h:x", "http://host:8000"), ("ftp://h:1", "http://h:1"),
-        ("http://h:1?a=1", "http://h:1"), ("http://u:p@h:1", "http://h:1"), (" http://h:1", "http://host:8000"), ("http://[::1", "http://host:8000"),
-        ("http://h 1:2", "http://h 1:2"), ("http://h:0", "http://h:8000"),
-    ],
+    "url",
+    ["h:8000", "h", "http://h:8000/", "https://h:9/v1", "", "http://", "http://h:99999", "http://h:x", "ftp://h:1", "http://h:1?a=1", "http://u:p@h:1",
+     " http://h:1", "http://[::1", "http://h 1:2", "http://h:0"],
 )  # fmt: skip
-def test_urls_that_are_none(url: str, near: str) -> None:
+def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(VimeError) as e:
         config.validate(BASE | {"rollout": {"engines": ["http://fine:1", url]}}, "t")
     (line,) = str(e.value).splitlines()[1:]
-    assert f"rollout.engines: {url!r} is not the URL of a server; write it as" in line
-    assert url.startswith(" ") or line.endswith(near)
+    assert f"rollout.engines: {url!r} is not the URL of a server; write it as http://host:8000" in line
 
 
 def test_each_fault_has_its_line_whichever_check_found_it() -> None:
