@@ -45,8 +45,6 @@ def conflicts(cfg: Config) -> list[str]:
         own = {"rollout.all_samples_process": r.all_samples_process, "rollout.data_postprocess": r.data_postprocess}
         own |= {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in keys}
         faults += [f"train.stream trains on parts of a step, which does not go with this {k}" for k, v in (unfit | own).items() if v]
-    if cfg.weights.delta_full_every and not cfg.weights.delta:
-        faults.append("weights.delta_full_every has no meaning without weights.delta: every version is published whole")
     if cfg.weights.transport == "nccl":
         unfit = {"weights.delta": cfg.weights.delta, "weights.post_write": cfg.weights.post_write, "rollout.colocate": r.colocate}
         unfit["vllm.speculative_config"] = any("speculative_config" in s.vllm for s in cfg.servers)
@@ -76,9 +74,6 @@ def algo(cfg: Config) -> list[str]:
         faults.append("algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them")
     if a.gamma != 1 and kind not in ("reinforce_plus_plus", "gae"):
         faults.append(f"algo.gamma {a.gamma} discounts along the tokens, where {kind} compares whole responses: leave it at 1")
-    critic = {"lambd", "critic_model", "critic_lr", "value_clip", "num_critic_only_steps"} & a.model_fields_set
-    if set_ := sorted(k for k in critic if kind != "gae" and getattr(a, k) != type(a).model_fields[k].default):
-        faults.append(f"algo.{set_[0]} is a setting of the critic, which {kind} has not: leave it out, or set algo.advantage_estimator = \"gae\"")
     if kind == "gae" and (cfg.parallel.ranks > cfg.parallel.fsdp or cfg.parallel.ep > 1):
         faults.append(f"parallel: {cfg.parallel}: a critic is trained on parallel.fsdp ranks only: leave out tp, pp, cp and ep")
     if kind == "gae" and a.num_critic_only_steps >= cfg.train.steps:
@@ -89,20 +84,12 @@ def algo(cfg: Config) -> list[str]:
         if a.kl_coef or a.kl_loss_coef or reward.post_process or reward.overlong_buffer_len:
             what = "algo.kl_coef, kl_loss_coef, reward.post_process and overlong_buffer_len"
             faults.append(f"on_policy_distillation takes nothing but the KL to the teacher for an advantage: leave out {what}")
-    if not a.normalize_std and kind != "grpo":
-        faults.append(f"algo.normalize_std is a switch of grpo: {kind} divides by no standard deviation of a group")
-    if a.eps_clip_c is not None and a.policy_loss in ("cispo", "gpg"):
-        faults.append(f"algo.eps_clip_c bounds a clipped surrogate, and policy_loss = {a.policy_loss!r} is none: leave it out")
     if a.policy_loss == "gpg" and a.correction == "rollout_logprobs":
         faults.append('algo.policy_loss = "gpg" has no ratio, so nothing corrects for old = the sampled logprobs: use correction = "tis" or "icepop"')
     if a.custom_advantage and (kind != "grpo" or a.per_token):
         faults.append("algo.custom_advantage sets every token's advantage: leave out advantage_estimator, kl_coef and normalize_advantages")
     if a.rejection and a.rejection_high is None:
         faults.append(f"algo.rejection = {a.rejection!r} needs rejection_high, beyond which samples are dropped")
-    if not a.rejection and (a.rejection_high is not None or a.rejection_low is not None):
-        faults.append("algo.rejection_low and rejection_high are the bounds of algo.rejection, which is unset")
-    elif a.rejection and a.rejection_low is not None and not a.rejection.endswith("k1"):
-        faults.append(f"algo.rejection_low bounds ratios, and {a.rejection} is a divergence, of which less is better: leave it out")
     elif a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None and a.rejection_bounds[0] > a.rejection_high:
         faults.append(f"algo.rejection_low {a.rejection_bounds[0]:g} is above rejection_high {a.rejection_high:g}: every sample would be dropped")
     if reward.post_process and (kind in ("rloo", "opo", "remax") or reward.overlong_buffer_len or a.overlong_filter):
@@ -113,8 +100,6 @@ def algo(cfg: Config) -> list[str]:
     if reward.overlong_buffer_len > r.max_response_len:
         what = f"reward.overlong_buffer_len {reward.overlong_buffer_len} is longer than rollout.max_response_len {r.max_response_len}"
         faults.append(f"{what}: every response would be punished")
-    if reward.overlong_penalty_factor != 1 and not reward.overlong_buffer_len:
-        faults.append("reward.overlong_penalty_factor has no meaning without reward.overlong_buffer_len: no response is overlong")
     own = a.correction != "none" or a.custom_tis or a.use_opsm or a.rejection or a.policy_loss != "ppo" or loss.custom_reducer
     if loss.custom and own:
         what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"
@@ -141,7 +126,7 @@ def objective(cfg: Config) -> list[str]:
     """What a run without servers has no use for: every such key that is not at its default."""
     kind, kept = cfg.train.objective, {"rollout.batch_size", "rollout.max_context_len", "rollout.max_response_len", "weights.transport"}
     if kind == "rl":
-        return ['algo.dpo_beta is of train.objective = "dpo": leave it out'] if cfg.algo.dpo_beta != 0.1 else []
+        return []
     kept |= {"algo.dpo_beta", "algo.ref_model"} if kind == "dpo" else {"loss.aggregate"}
     unused = [k for k in ("engine", "vllm", "router", "args") if getattr(cfg, k)]
     for name in ("rollout", "reward", "algo", "loss", "eval", "weights"):
@@ -157,25 +142,18 @@ def objective(cfg: Config) -> list[str]:
 def data_plane(cfg: Config) -> list[str]:
     """What the store of samples lacks here, or cannot do."""
     d, faults = cfg.data_plane, []
-    m, tq = d.mooncake, d.transferqueue
+    m = d.mooncake
     if d.backend not in STORES:
         return [f"data_plane.backend = {d.backend!r} is not known; {nearest(d.backend, STORES)}"]
-    queue = d.backend == "transferqueue"
-    mooncake = d.backend == "mooncake" or (queue and tq.storage == "mooncake")
-    for module in ["mooncake"] * mooncake + ["transfer_queue"] * queue:
+    for module in ["mooncake"] * d.on_mooncake + ["transfer_queue"] * (d.backend == "transferqueue"):
         if not find_spec(module):
             faults.append(f'data_plane.backend = {d.backend!r} needs the package {module}: pip install "vime[dataplane]"')
-    if mooncake:
+    if d.on_mooncake:
         try:
             ctypes.CDLL("libibverbs.so.1")
         except OSError:
             faults.append("data_plane: Mooncake needs libibverbs.so.1, also over TCP: apt-get install libibverbs1")
-    for name, used in (("mooncake", mooncake), ("transferqueue", queue)):
-        if not used and (given := getattr(d, name)) != type(given)():  # a run's own config.toml has every default
-            faults.append(f"[data_plane.{name}] has no meaning with data_plane.backend = {d.backend!r}: leave it out")
     segments = cfg.rollout.num_workers if m.storage == "own" else m.processes
     if m.replicas > segments and not m.master:
         faults.append(f"data_plane.mooncake.replicas {m.replicas} copies need as many segments, and {m.storage!r} storage has {segments}")
-    if m.device and m.protocol == "tcp":
-        faults.append(f'data_plane.mooncake.device {m.device!r} is of protocol = "rdma"')
     return faults

@@ -119,17 +119,13 @@ def load(path: str, key: str) -> Callable[..., Any]:
     point = POINTS.get(key)
     if point is None:
         return fn
-    names = point.takes.split(", ")
+    names, shown = point.takes.split(", "), name
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError) as e:  # some builtins have none
-        raise VimeError(f"{key} = {path!r}: expected {point}, but {name} has no signature that Python can read", "wrap it in a def") from e
-    by_name = dict.fromkeys(n.rstrip("=") for n in names if n.endswith("=")) | accepted(fn, **dict.fromkeys(point.offers))
-    shown = f"{name}{signature}"
-    shown = shown if len(shown) < 200 else f"{shown[:200]}...)"
-    try:
+        shown = f"{name}{str(signature)[:200]}"
+        by_name = dict.fromkeys(n.rstrip("=") for n in names if n.endswith("=")) | accepted(fn, **dict.fromkeys(point.offers))
         signature.bind(*(n for n in names if not n.endswith("=")), **by_name)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:  # some builtins have no signature
         raise VimeError(f"{key} = {path!r}: expected {point}, found {shown}: {e}") from e
     if point.kind == "sync" and inspect.iscoroutinefunction(fn):
         raise VimeError(f"{key} = {path!r}: expected {point}, found async {shown}", "nothing awaits it here: make it a plain def")

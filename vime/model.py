@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import random
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -170,16 +169,10 @@ def faults(path: str) -> list[str]:
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
         names = config.get("architectures") if isinstance(config, dict) else None
-        types, classes = _known()
         if not isinstance(config, dict):
             out.append(f"config.json holds {type(config).__name__}, not an object")
         elif not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
             out.append(f"config.json: architectures is {names!r:.60}, not a list of names such as [\"Qwen3ForCausalLM\"]")
-        elif classes and names[0] not in classes:
-            out.append(f"config.json: architecture {names[0]!r} is no language model that transformers knows; {nearest(names[0], classes)}")
-        if isinstance(config, dict) and types and config.get("model_type") not in types:
-            what = f"config.json: model_type {config.get('model_type')!r:.60} is none that transformers knows"
-            out.append(f"{what}; {nearest(str(config.get('model_type')), types)}")
     except (OSError, ValueError, RecursionError) as e:
         out.append(f"config.json: {said(e)}")
     return out + [f"{file.name}: {fault}" for file in files if (fault := _weights_fault(file))]
@@ -192,16 +185,6 @@ def shape(path: str) -> dict[str, Any]:
         return dict(config.get("text_config") or config)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # `faults` says what is wrong
-
-
-def _known() -> tuple[list[str], list[str]]:
-    """model_type and class of each language model in transformers, read from its source: importing it takes seconds."""
-    spec, out = importlib.util.find_spec("transformers"), list[tuple[str, str]]()
-    text = (Path(spec.origin).parent / "models/auto/modeling_auto.py").read_text("utf-8") if spec and spec.origin else ""
-    for mapping in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        block = text.partition(f"MODEL_FOR_{mapping}_MAPPING_NAMES = ")[2].partition("\n)\n")[0]
-        out += re.findall(r'\("([\w.-]+)", "(\w+)"\)', block)
-    return sorted({t for t, _ in out}), sorted({c for _, c in out})
 
 
 def _weights_fault(file: Path) -> str:

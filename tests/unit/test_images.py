@@ -152,4 +152,4 @@ def test_the_example(tmp_path: Path, tokenizer: Tokenizer) -> None:
     main(tmp_path)
     prompts = Prompts(DataConfig(prompts="-"), f"{tmp_path}/eval.jsonl", tokenizer, 1, 0, 50)
     assert len(prompts) == 64 and {prompts.row(i, 1)[0].label for i in range(64)} == set("rgby")
-    assert all(s.prompt == "<bos><image>which colour?>" and len(s.images) == 1 for (s,) in prompts.all(1))
+    assert all(s.prompt == "<bos><image>which colour?>" and len(s.images) == 1 for s in (prompts.row(i, 1)[0] for i in range(64)))

@@ -184,7 +184,7 @@ def test_parquet_columns_that_have_no_counterpart(tmp_path: Path) -> None:
     when = pa.array([1, 2], pa.timestamp("ns"))
     pq.write_table(pa.table({"prompt": ["a", "b"], "when": when}), path)
     assert open_prompts(str(path), shuffle=False).peek().tokens == [1, *encode("a>")]
-    with pytest.raises(VimeError, match=r"'when', timestamp\[ns\], has no counterpart|label.* datetime.*JSON|when is of type"):
+    with pytest.raises(VimeError, match=r"'when' timestamp\[ns\] has no counterpart|label.* datetime.*JSON|when is of type"):
         open_prompts(str(path), label_key="when")
     with pytest.raises(VimeError, match=r"no column 'prompts' .data.input_key. .did you mean 'prompt'"):
         open_prompts(str(path), input_key="prompts")

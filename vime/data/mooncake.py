@@ -176,14 +176,16 @@ class Mooncake(Store):
         where there are replicas, until the master has noticed which one is gone: readers don't turn to another by themselves."""
         end = time.monotonic() + (GONE if self.place.replica_num > 1 else 0)
         out: list[Any] = self.once(refs, spans) if refs else []
-        for again in itertools.count():
-            todo = [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]
-            if not todo or (again and time.monotonic() > end):
-                return out
+        pause = 0.0
+        while todo := [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]:
+            if pause and time.monotonic() > end:
+                break
             self.counts["reread"] += len(todo)
-            time.sleep(0.3 * bool(again))
+            time.sleep(pause)
+            pause = 0.3
             for i, one in zip(todo, self.once([refs[i] for i in todo], [spans[i] for i in todo])):
                 out[i] = one
+        return out
 
     def once(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
         """One call for all of fetch's."""

@@ -179,10 +179,12 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
         if data.input_key not in table.column_names:
             raise VimeError(f"{file}: no column {data.input_key!r} (data.input_key)", nearest(data.input_key, table.column_names))
         wanted = {data.input_key, data.label_key, data.metadata_key, data.response_key, data.chosen_key, data.rejected_key, data.image_key}
+        table = table.select([key for key in table.column_names if key in wanted])
         try:
-            rows = table.select([key for key in table.column_names if key in wanted]).to_pylist()
+            rows = table.to_pylist()
         except (pyarrow.ArrowException, ValueError, KeyError) as e:
-            raise VimeError(f"{file}: a column has no counterpart in Python: {said(e)}") from e
+            types = ", ".join(f"{f.name!r} {f.type}" for f in table.schema)
+            raise VimeError(f"{file}: a column of {types} has no counterpart in Python: {said(e)}") from e
         yield from ((f"{file}: row {i}", row) for i, row in enumerate(rows))
         return
     if file.suffix not in (".jsonl", ".json"):

@@ -42,12 +42,10 @@ def regex(pattern: str) -> Reward:
 def resolve(reward: RewardConfig, function: str | None = None) -> Reward:
     """The reward of that name or path, `reward.function` by default. Raises: VimeError for an unknown name, a bad path, signature or pattern."""
     function = function or reward.function
-    if function == "exact":
-        return exact
     if function == "regex":
         return regex(reward.pattern or "")
-    if function == "math":
-        return math_reward
+    if built_in := {"exact": exact, "math": math_reward}.get(function):
+        return built_in
     if not {":", "."} & set(function):
         raise VimeError(f"reward.function = {function!r}: no such built-in", nearest(function, ["math", "exact", "regex"]))
     return hooks.load(function, "reward.function")
