@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vime.sections import Section
 
@@ -52,14 +52,6 @@ class AlgoConfig(Section):
     rejection_high: float | None = Field(None, gt=0, description="of k1 the largest ratio that is kept, of k2 and k3 the largest divergence")
     rejection_low: float | None = Field(None, ge=0, description="of k1 the smallest ratio that is kept; unset: 1 / rejection_high")
     custom_advantage: str | None = Field(None, description="dotted path: (args, rollout_data) -> None, fills in advantages per token")
-
-    @model_validator(mode="after")
-    def _one_correction(self) -> AlgoConfig:
-        if self.custom_tis and self.correction != "none":
-            raise ValueError(f"custom_tis takes the place of correction = {self.correction!r}: set one of them")
-        if (low := self.tis_low) > self.tis_clip:
-            raise ValueError(f"tis_clip_low {low} is above tis_clip {self.tis_clip}")
-        return self
 
     @property
     def whitened(self) -> bool:

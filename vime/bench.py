@@ -40,7 +40,10 @@ def rollout(targets: list[str], seconds: float, as_json: bool) -> int:
     if len(files) > 1:
         raise VimeError(f"{len(files)} configuration files were given: {', '.join(files)}", "one, or none")
     cfg = config.load(files[0]) if files else config.validate(MADE_UP, "bench")
-    prompts = [g[0].tokens for g in _prompts(cfg)] if files else [[3 + (i * 7 + k) % 20 for k in range(32)] for i in range(64)]
+    prompts = [[3 + (i * 7 + k) % 20 for k in range(32)] for i in range(64)]
+    if files:
+        room = cfg.rollout.max_context_len - cfg.rollout.max_response_len
+        prompts = [g[0].tokens for g in Prompts(cfg.data, cfg.data.prompts, load(cfg.model), 1, cfg.seed, room).next(256)]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         urls = urls or [*cfg.rollout.engines, *_start(cfg, folder, stack)]
@@ -57,11 +60,6 @@ def rollout(targets: list[str], seconds: float, as_json: bool) -> int:
     out = report(meters, urls) | {"seconds": took, "samples": done, "failed": failed}
     print(json.dumps(out)) if as_json else show(out)
     return 0
-
-
-def _prompts(cfg: Config) -> list[Any]:
-    r = cfg.rollout
-    return Prompts(cfg.data, cfg.data.prompts, load(cfg.model), r.n_samples_per_prompt, cfg.seed, r.max_context_len - r.max_response_len).next(256)
 
 
 def _start(cfg: Config, folder: str, stack: ExitStack) -> list[str]:

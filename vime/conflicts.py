@@ -24,6 +24,8 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
     faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg)
     r, t = cfg.rollout, cfg.train
+    if r.max_response_len >= r.max_context_len:
+        faults.append(f"rollout.max_response_len {r.max_response_len} leaves no room for a prompt in max_context_len {r.max_context_len}")
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
     if r.function and t.mode == "async":
@@ -70,6 +72,10 @@ def algo(cfg: Config) -> list[str]:
     kind, faults = a.advantage_estimator, []
     if kind not in ("reinforce_plus_plus", "remax", "gae", "on_policy_distillation") and r.n_samples_per_prompt == 1:
         faults.append(f"{kind} needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
+    if a.custom_tis and a.correction != "none":
+        faults.append(f"algo.custom_tis takes the place of correction = {a.correction!r}: set one of them")
+    if a.tis_low > a.tis_clip:
+        faults.append(f"algo.tis_clip_low {a.tis_low} is above tis_clip {a.tis_clip}")
     if a.kl_coef and a.kl_loss_coef:
         faults.append("algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them")
     if a.gamma != 1 and kind not in ("reinforce_plus_plus", "gae"):
@@ -92,6 +98,8 @@ def algo(cfg: Config) -> list[str]:
         faults.append(f"algo.rejection = {a.rejection!r} needs rejection_high, beyond which samples are dropped")
     elif a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None and a.rejection_bounds[0] > a.rejection_high:
         faults.append(f"algo.rejection_low {a.rejection_bounds[0]:g} is above rejection_high {a.rejection_high:g}: every sample would be dropped")
+    if reward.function == "regex" and not reward.pattern:
+        faults.append('reward.function = "regex" needs reward.pattern')
     if reward.post_process and (kind in ("rloo", "opo", "remax") or reward.overlong_buffer_len or a.overlong_filter):
         what = f"advantage_estimator = {kind!r}, overlong_filter and reward.overlong_buffer_len"
         faults.append(f"reward.post_process turns rewards into numbers itself: leave out {what}")

@@ -52,12 +52,6 @@ class RewardConfig(Section):
     overlong_buffer_len: int = Field(0, ge=0, description="DAPO: over the last so many tokens below rollout.max_response_len the reward falls; 0: off")
     overlong_penalty_factor: float = Field(1.0, gt=0, description="by how much it has fallen at the limit")
 
-    @model_validator(mode="after")
-    def _pattern(self) -> RewardConfig:
-        if self.function == "regex" and not self.pattern:
-            raise ValueError('function = "regex" needs reward.pattern')
-        return self
-
 
 class EvalSampling(Section):
     n_samples_per_prompt: int | None = Field(None, ge=1)

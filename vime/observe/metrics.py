@@ -52,7 +52,7 @@ class MetricLogger:
         self._trackers: list[Tracker] = []
         for name, opener in {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}.items():
             if getattr(cfg.log, name):
-                self._thread.submit(self._open, name, opener, cfg, folder)
+                self._thread.submit(self._guard, name, lambda opener=opener: self._trackers.append(opener(cfg, folder, start_step)))  # type: ignore[misc]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step, flushed to disk on return. A value that isn't finite becomes null in the file (JSON has no NaN)."""
@@ -82,9 +82,6 @@ class MetricLogger:
             self._guard(name, end)
         self._trackers = []
         self._file.close()
-
-    def _open(self, name: str, opener: Callable[..., Tracker], cfg: Config, folder: Path) -> None:
-        self._guard(name, lambda: self._trackers.append(opener(cfg, folder, self.start)))
 
     def _track(self, step: int, values: dict[str, float]) -> None:
         for name, log, _ in list(self._trackers):
