@@ -27,17 +27,12 @@ Row = tuple[str, str, str]  # "ok" | "warn" | "fail", what, found
 def memory() -> tuple[int, int]:
     """Bytes free and in all: of the machine, or of the control group that holds this process to less."""
     m = psutil.virtual_memory()
-    free, total = m.available, m.total
-    for most, used, reclaimable in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with suppress(OSError, ValueError):  # no such group, or "max": no limit
-            limit = int((CGROUP / most).read_text())
-            stat = dict(line.split() for line in (CGROUP / most).with_name("memory.stat").read_text().splitlines())
-            if limit < total:
-                free, total = min(free, limit - int((CGROUP / used).read_text()) + int(stat.get(reclaimable, 0))), limit
-    return free, total
+    with suppress(OSError, ValueError):  # no such group, or "max": no limit
+        limit, used = (int((CGROUP / f"memory.{k}").read_text()) for k in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        if limit < m.total:
+            return min(m.available, limit - used + int(stat["inactive_file"])), limit
+    return m.available, m.total
 
 
 def checks(cfg: Config | None) -> Iterator[Row]:
