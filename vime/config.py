@@ -185,8 +185,7 @@ class Config(Section):
     def _port(cls, args: dict[str, Any]) -> dict[str, Any]:
         port = args.get("port")
         if port is not None and not (type(port) is int and 1 <= port <= 65535):
-            fix = f"write port = {port}" if isinstance(port, str) and port.isdecimal() and 1 <= int(port) <= 65535 else "leave it out to get a free one"
-            raise ValueError(f"port = {port!r} is no TCP port, a number from 1 to 65535; {fix}")
+            raise ValueError(f"port = {port!r} is no TCP port, a number from 1 to 65535; leave it out to get a free one")
         return args
 
     @property
@@ -243,10 +242,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
-    """Read a run's TOML file, apply overrides, validate.
-
-    Raises: VimeError that lists every fault at once, with the nearest valid name for each unknown key.
-    """
+    """Read a run's TOML file, apply overrides, validate. Raises: VimeError that lists every fault at once, unknown keys with the nearest name."""
     try:
         tree = tomllib.loads(Path(path).read_text())
     except FileNotFoundError as e:

@@ -6,9 +6,6 @@ import ctypes
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from vime.errors import nearest
-from vime.sections import STORES
-
 if TYPE_CHECKING:
     from vime.config import Config
 
@@ -151,8 +148,6 @@ def data_plane(cfg: Config) -> list[str]:
     """What the store of samples lacks here, or cannot do."""
     d, faults = cfg.data_plane, []
     m = d.mooncake
-    if d.backend not in STORES:
-        return [f"data_plane.backend = {d.backend!r} is not known; {nearest(d.backend, STORES)}"]
     for module in ["mooncake"] * d.on_mooncake + ["transfer_queue"] * (d.backend == "transferqueue"):
         if not find_spec(module):
             faults.append(f'data_plane.backend = {d.backend!r} needs the package {module}: pip install "vime[dataplane]"')

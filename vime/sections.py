@@ -104,9 +104,6 @@ class LogConfig(Section):
     eval_hook: str | None = Field(None, description="plug-in: logs an evaluation; true in return leaves out the eval/ metrics")
 
 
-STORES = ["shm", "ray", "controller", "mooncake", "transferqueue"]
-
-
 class MooncakeConfig(Section):
     """Mooncake Store, of data_plane.backend = "mooncake" and of transferqueue.storage = "mooncake"."""
 
@@ -129,7 +126,7 @@ class TransferQueueConfig(Section):
 class DataPlaneConfig(Section):
     """Samples from rollout workers to trainer ranks, past the controller, see docs/data-plane.md."""
 
-    backend: str = Field("shm", description=" | ".join(STORES) + "; shm: one host")
+    backend: Literal["shm", "ray", "controller", "mooncake", "transferqueue"] = Field("shm", description="the store; shm: one host")
     budget_bytes: int | None = Field(None, ge=1 << 20, description="bytes of samples that may wait; unset: 70 % of what the store can hold")
     timeout: float = Field(60, ge=1, le=3600, description="seconds that one read or write may take")
     mooncake: MooncakeConfig = MooncakeConfig()

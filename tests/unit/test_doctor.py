@@ -8,7 +8,7 @@ from vime.doctor import GIB
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    return {what: (state, found) for state, what, found in doctor.checks(None)}
+    return {what: (state, found) for state, what, found in doctor.checks()}
 
 
 def test_a_control_group_limits_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

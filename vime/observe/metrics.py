@@ -14,6 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from vime.config import Config
 from vime.errors import VimeError, said
 
@@ -47,7 +52,7 @@ class MetricLogger:
         except OSError as e:
             raise VimeError(f"cannot write {folder}/metrics.jsonl: {e}") from e
         self._title = f"{cfg.name}: {Path(cfg.model).name}, {cfg.rollout.batch_size} x {cfg.rollout.n_samples_per_prompt} samples a step"
-        self._live: Any = None
+        self._live: Live | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers")
         self._trackers: list[Tracker] = []
         for name, opener in {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}.items():
@@ -95,19 +100,13 @@ class MetricLogger:
             print(f"warning: {name} is off from here on: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
 
     def _draw(self) -> None:
-        from rich.live import Live
-
         if self._live is None:
             self._live = Live(auto_refresh=False)
             self._live.start()
         self._live.update(self.table(), refresh=True)
 
-    def table(self, height: int = 12) -> Any:
+    def table(self, height: int = 12) -> Group:
         """The last steps as a rich table."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
         done, spent = self.rows[-1]["step"], time.monotonic() - self.begun
         here = done - self.start
         left = f", {spent / here * (self.total - done) / 60:.1f} min left" if here > 0 and done < self.total else ""
