@@ -18,6 +18,12 @@ from vime.errors import VimeError
 OWNERS, BUDGET, LARGEST = ("w0", "w1", "w2"), 400, 60  # bytes
 
 
+def unsettled(ledger: Ledger, end: int) -> list[int]:
+    """Those of groups 0 ... end - 1 that are neither done nor dropped."""
+    gaps = zip([0, *ledger.settled[1::2]], [*ledger.settled[::2], end], strict=True)
+    return [n for a, b in gaps for n in range(a, min(b, end))]
+
+
 @dataclass
 class Held:
     """What the model knows of a group that is not settled."""
@@ -344,7 +350,7 @@ class World:
             assert len(set(self.trained)) == len(self.trained), "a group was trained twice"
             assert set(self.trained) == {n for n, how in k.settled.items() if how == "done"}, "done are others than were trained"
             assert self.wanted == {*range(self.drawn)} - k.settled.keys()
-        assert ledger.unsettled(self.drawn) == sorted(self.wanted), "a group is neither settled nor wanted"
+        assert unsettled(ledger, self.drawn) == sorted(self.wanted), "a group is neither settled nor wanted"
         recent = {*range(max(0, self.drawn - 40), self.drawn + 1), *k.live}
         assert {n: ledger.where(n) for n in recent} == {n: self.where(n) for n in recent}
         assert {n: g.ref and g.ref.key for n, g in ledger.live.items()} == {n: g.key for n, g in k.live.items()}
@@ -359,7 +365,7 @@ class World:
 
     def finish(self) -> None:
         """Whatever the state is, the run can end, and then every group that was ever drawn is settled once."""
-        while left := self.ledger.unsettled(self.drawn):
+        while left := unsettled(self.ledger, self.drawn):
             self.now += 1e6
             self.free()
             for n in left:

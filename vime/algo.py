@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vime.sections import Section
 
@@ -19,13 +19,9 @@ class AlgoConfig(Section):
         description="what a reward is compared with; remax samples one more response of each prompt, greedily; gae trains a critic (PPO); "
         "on_policy_distillation takes ref_model for a teacher: docs/algorithms.md",
     )
-    policy_loss: Literal["ppo", "gspo", "cispo", "gpg"] = Field(
-        "ppo", description="ppo: ratios per token; gspo: per sample; cispo: clipped ratios as weights; gpg: no ratio"
-    )
+    policy_loss: Literal["ppo", "gspo", "cispo", "gpg"] = Field("ppo", description="ratios per token; gspo: per sample; cispo: as weights; gpg: none")
     normalize_std: bool = Field(True, description="of grpo: divide by the group's standard deviation (ddof 1, eps 1e-6); false: Dr.GRPO")
-    normalize_advantages: bool | None = Field(
-        None, description="whiten over all trained tokens of the step; unset: for gae, reinforce_plus_plus and its baseline form"
-    )
+    normalize_advantages: bool | None = Field(None, description="whiten over the step's trained tokens; unset: for gae and both reinforce_plus_plus")
     gamma: float = Field(1.0, gt=0, le=1, description="of gae and reinforce_plus_plus: discount per token")
     lambd: float = Field(1.0, ge=0, le=1, description="of gae: 1 trusts the rewards that came, 0 the critic")
     critic_model: str | None = Field(None, description="of gae: folder whose layers the critic starts from; unset: model")
@@ -43,14 +39,11 @@ class AlgoConfig(Section):
     ref_model: str | None = Field(None, description="reference model folder; unset: model")
     dpo_beta: float = Field(0.1, gt=0, description='of train.objective = "dpo": scale of the log-ratios to the reference')
     correction: Literal["none", "tis", "icepop", "rollout_logprobs"] = Field(
-        "none",
-        description="off-policy correction: loss x exp(old - sampled logprob), clamped (tis) or 0 outside the bounds (icepop); or old = sampled",
+        "none", description="off-policy: loss x exp(old - sampled logprob), clamped (tis) or 0 outside the bounds (icepop); or old = sampled"
     )
     tis_clip: float = Field(2.0, gt=0, description="upper bound of that weight")
     tis_clip_low: float | None = Field(None, ge=0, description="lower bound; unset: 0 for tis, 0.5 for icepop")
-    custom_tis: str | None = Field(
-        None, description="dotted path of a correction: (args, *, pg_loss, train_log_probs, ...) -> (pg_loss, masks, metrics)"
-    )
+    custom_tis: str | None = Field(None, description="dotted path: (args, *, pg_loss, train_log_probs, ...) -> (pg_loss, masks, metrics), a correction")
     use_opsm: bool = Field(False, description="off-policy sequence masking: drop samples with a negative advantage that have drifted")
     opsm_delta: float = Field(1e-4, ge=0, description="mean old - new logprob from which such a sample is dropped")
     rejection: Literal["seq_sum_k1", "seq_mean_k1", "seq_sum_k2", "seq_mean_k2", "seq_max_k2", "seq_sum_k3", "seq_mean_k3", "seq_max_k3"] | None = (
@@ -59,14 +52,6 @@ class AlgoConfig(Section):
     rejection_high: float | None = Field(None, gt=0, description="of k1 the largest ratio that is kept, of k2 and k3 the largest divergence")
     rejection_low: float | None = Field(None, ge=0, description="of k1 the smallest ratio that is kept; unset: 1 / rejection_high")
     custom_advantage: str | None = Field(None, description="dotted path: (args, rollout_data) -> None, fills in advantages per token")
-
-    @model_validator(mode="after")
-    def _one_correction(self) -> AlgoConfig:
-        if self.custom_tis and self.correction != "none":
-            raise ValueError(f"custom_tis takes the place of correction = {self.correction!r}: set one of them")
-        if (low := self.tis_low) > self.tis_clip:
-            raise ValueError(f"tis_clip_low {low} is above tis_clip {self.tis_clip}")
-        return self
 
     @property
     def whitened(self) -> bool:
@@ -101,9 +86,5 @@ class LossConfig(Section):
     aggregate: Literal["sample-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
         "sample-mean", description="sample-mean (slime's default): mean over samples of each one's token mean; token-mean: of all tokens"
     )
-    custom: str | None = Field(
-        None, description="dotted path: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), in place of the policy loss"
-    )
-    custom_reducer: str | None = Field(
-        None, description="dotted path: (total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> function of the token losses"
-    )
+    custom: str | None = Field(None, description="dotted path: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics), in place of the policy loss")
+    custom_reducer: str | None = Field(None, description="dotted path: (..., calculate_per_token_loss) -> function of the token losses, see docs/plugins.md")

@@ -20,16 +20,12 @@ from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
 from vime.errors import VimeError
 from vime.rollout.engine import Engine
-from vime.rollout.gauges import Gauges, Meter, balance, summary
+from vime.rollout.gauges import Gauges, Meter, summary
 from vime.rollout.generate import sampling_params
 from vime.rollout.http import EngineClient
 from vime.rollout.router import Router
 
 MADE_UP = {"model": "-", "data": {"prompts": "-"}, "rollout": {"concurrency": 64, "max_response_len": 64, "n_samples_per_prompt": 8}}
-COLUMNS = {
-    "tokens/s": "{:.0f}", "busy": "{:.0%}", "running": "{:.1f}", "waiting": "{:.1f}", "queue s": "{:.3f}", "prefix hits": "{:.0%}",
-    "accepted": "{:.0%}",
-}  # fmt: skip
 
 
 def rollout(targets: list[str], seconds: float, as_json: bool) -> int:
@@ -40,7 +36,10 @@ def rollout(targets: list[str], seconds: float, as_json: bool) -> int:
     if len(files) > 1:
         raise VimeError(f"{len(files)} configuration files were given: {', '.join(files)}", "one, or none")
     cfg = config.load(files[0]) if files else config.validate(MADE_UP, "bench")
-    prompts = [g[0].tokens for g in _prompts(cfg)] if files else [[3 + (i * 7 + k) % 20 for k in range(32)] for i in range(64)]
+    prompts = [[3 + (i * 7 + k) % 20 for k in range(32)] for i in range(64)]
+    if files:
+        room = cfg.rollout.max_context_len - cfg.rollout.max_response_len
+        prompts = [g[0].tokens for g in Prompts(cfg.data, cfg.data.prompts, load(cfg.model), 1, cfg.seed, room).next(256)]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         urls = urls or [*cfg.rollout.engines, *_start(cfg, folder, stack)]
@@ -57,11 +56,6 @@ def rollout(targets: list[str], seconds: float, as_json: bool) -> int:
     out = report(meters, urls) | {"seconds": took, "samples": done, "failed": failed}
     print(json.dumps(out)) if as_json else show(out)
     return 0
-
-
-def _prompts(cfg: Config) -> list[Any]:
-    r = cfg.rollout
-    return Prompts(cfg.data, cfg.data.prompts, load(cfg.model), r.n_samples_per_prompt, cfg.seed, r.max_context_len - r.max_response_len).next(256)
 
 
 def _start(cfg: Config, folder: str, stack: ExitStack) -> list[str]:
@@ -99,27 +93,23 @@ async def _load(cfg: Config, prompts: list[list[int]], url: str, seconds: float,
 
 
 def report(meters: dict[int, Meter], urls: list[str]) -> dict[str, Any]:
-    """The numbers of each server, and of all together."""
+    """The numbers of each server, and of all together, named as a run's metrics are: rollout/engine_busy is `busy`."""
 
     def row(ms: list[Meter]) -> dict[str, float]:
-        out = {"tokens/s": sum(m.sums["tokens"] / m.seconds for m in ms)}
-        s = summary(ms)
-        out |= {k: s[f"rollout/engine_{k}"] for k in ("busy", "running", "waiting")}
-        out |= {"queue s": s["rollout/engine_queue_s"], "prefix hits": s["rollout/engine_prefix_hits"]}
-        return out | ({"accepted": s["rollout/spec_acceptance"]} if "rollout/spec_acceptance" in s else {})
+        named = {k.removeprefix("rollout/").removeprefix("engine_"): v for k, v in summary(ms).items()}
+        return {"tokens/s": sum(m.sums["tokens"] / m.seconds for m in ms)} | named
 
     if not meters:
         raise VimeError("no server gave its /metrics", "are they vLLM servers?")
     engines = [{"engine": i, "url": urls[i], **row([m])} for i, m in sorted(meters.items())]
-    made = [m.sums["tokens"] for m in meters.values()]
-    return {"engines": engines, "all": row(list(meters.values())) | {"balance": balance(made), "tokens": sum(made)}}
+    return {"engines": engines, "all": row(list(meters.values())) | {"tokens": sum(m.sums["tokens"] for m in meters.values())}}
 
 
 def show(out: dict[str, Any]) -> None:
-    names = [n for n in COLUMNS if n in out["all"]]
+    names = [n for n in out["all"] if n not in ("balance", "busy_min", "tokens")]
     table = Table("engine", *names, box=None)
     for r in [*out["engines"], out["all"]]:
-        table.add_row(f"{r['engine']} {r['url']}" if "url" in r else "all", *(COLUMNS[n].format(r[n]) for n in names))
+        table.add_row(f"{r['engine']} {r['url']}" if "url" in r else "all", *(f"{r.get(n, 0):.4g}" for n in names))
     console = Console(highlight=False)
     console.print(table)
     said = f"{out['samples']} samples, {out['all']['tokens']:.0f} tokens in {out['seconds']:.1f} s, {out['failed']} requests failed"

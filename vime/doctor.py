@@ -15,9 +15,6 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from vime.config import Config
-from vime.errors import VimeError
-
 GIB = 1 << 30
 RAY_ENDS = 0.95  # share of the memory in use from which its monitor kills
 CGROUP = Path("/sys/fs/cgroup")
@@ -27,20 +24,15 @@ Row = tuple[str, str, str]  # "ok" | "warn" | "fail", what, found
 def memory() -> tuple[int, int]:
     """Bytes free and in all: of the machine, or of the control group that holds this process to less."""
     m = psutil.virtual_memory()
-    free, total = m.available, m.total
-    for most, used, reclaimable in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with suppress(OSError, ValueError):  # no such group, or "max": no limit
-            limit = int((CGROUP / most).read_text())
-            stat = dict(line.split() for line in (CGROUP / most).with_name("memory.stat").read_text().splitlines())
-            if limit < total:
-                free, total = min(free, limit - int((CGROUP / used).read_text()) + int(stat.get(reclaimable, 0))), limit
-    return free, total
+    with suppress(OSError, ValueError):  # no such group, or "max": no limit
+        limit, used = (int((CGROUP / f"memory.{k}").read_text()) for k in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        if limit < m.total:
+            return min(m.available, limit - used + int(stat["inactive_file"])), limit
+    return m.available, m.total
 
 
-def checks(cfg: Config | None) -> Iterator[Row]:
+def checks() -> Iterator[Row]:
     """Each check as a row. Imports nothing heavy: torch and vLLM are looked up, not loaded."""
     ok = sys.version_info >= (3, 11)
     yield "ok" if ok else "fail", "Python", f"{platform.python_version()} at {sys.executable}" + ("" if ok else "; 3.11 or newer is needed")
@@ -69,23 +61,13 @@ def checks(cfg: Config | None) -> Iterator[Row]:
             yield ("ok" if free > need * GIB else "warn", f"space in {os.path.realpath(path)}", f"{free / GIB:.1f} GiB free")
     proxies = sorted(k for k in os.environ if k.lower() in ("http_proxy", "all_proxy"))
     yield ("ok", "proxy variables", f"{', '.join(proxies)} set; ignored for the run's own servers" if proxies else "none")
-    if cfg:
-        from vime.train import preflight
-
-        try:
-            prompts, _ = preflight(cfg)
-            yield ("ok", "this run", f"model, {len(prompts)} prompts and hooks are fine")
-        except VimeError as e:
-            yield ("fail", "this run", str(e))
-        ranks = cfg.parallel.ranks
-        yield ("ok" if ranks <= (os.cpu_count() or 1) or gpus else "warn", "trainer ranks", f"{ranks} on {os.cpu_count()} cores")
 
 
-def run(cfg: Config | None) -> int:
+def run() -> int:
     """Print the table; 1 where a check failed, else 0."""
     table = Table("", "check", "found", box=None)
     failed = 0
-    for state, what, found in checks(cfg):
+    for state, what, found in checks():
         failed += state == "fail"
         table.add_row({"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}[state], what, found)
     Console(width=None if sys.stdout.isatty() else 160).print(table)

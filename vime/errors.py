@@ -6,13 +6,8 @@ MANY = 12  # names in a list
 
 
 class VimeError(Exception):
-    """A failure a user can act on.
-
-    Args:
-        what: what happened and where (file:line, key, engine id, URL), one line.
-        fix: what to do about it, one line.
-        log: tail of a log that shows the cause; printed under the line.
-    """
+    """A failure a user can act on: `what` happened and where (file:line, key, engine id, URL), how to `fix` it, one line each; under them
+    the tail of a `log` that shows the cause."""
 
     def __init__(self, what: str, fix: str = "", log: str = ""):
         super().__init__(what, fix, log)  # all three in args, so that the error survives pickling between processes

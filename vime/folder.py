@@ -31,8 +31,6 @@ class Start(NamedTuple):
 def _held(folder: Path) -> set[str]:
     """Names of what lies in the folder. Raises: VimeError where it is none, or cannot be made."""
     try:
-        if "\0" in str(folder):  # exists() would say no
-            raise ValueError("NUL in a path")
         there = next(p for p in (folder, *folder.parents) if p.exists())
         if not there.is_dir():
             raise VimeError(f"{there} is not a folder", "remove it, or give another name=... or run_dir=...")

@@ -91,14 +91,8 @@ LOSS_SIDE = ("algo.custom_tis", "algo.custom_advantage", "loss.custom", "loss.cu
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
-    """Import the function at `path`.
-
-    Args:
-        path: "package.module:function"; a last dot in place of the colon works too.
-        key: the configuration key that names it, for the error message; for a key of POINTS the signature is checked against its shape.
-
-    Raises: VimeError naming key and path where the module, the function or the signature does not fit.
-    """
+    """Import the function at `path`, which the configuration names under `key`; for a key of POINTS the signature is checked against its shape.
+    Raises: VimeError naming key and path where the module, the function or the signature does not fit."""
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module:
         raise VimeError(f"{key} = {path!r} is not a dotted path", "write it as package.module:function")
@@ -119,17 +113,13 @@ def load(path: str, key: str) -> Callable[..., Any]:
     point = POINTS.get(key)
     if point is None:
         return fn
-    names = point.takes.split(", ")
+    names, shown = point.takes.split(", "), name
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError) as e:  # some builtins have none
-        raise VimeError(f"{key} = {path!r}: expected {point}, but {name} has no signature that Python can read", "wrap it in a def") from e
-    by_name = dict.fromkeys(n.rstrip("=") for n in names if n.endswith("=")) | accepted(fn, **dict.fromkeys(point.offers))
-    shown = f"{name}{signature}"
-    shown = shown if len(shown) < 200 else f"{shown[:200]}...)"
-    try:
+        shown = f"{name}{str(signature)[:200]}"
+        by_name = dict.fromkeys(n.rstrip("=") for n in names if n.endswith("=")) | accepted(fn, **dict.fromkeys(point.offers))
         signature.bind(*(n for n in names if not n.endswith("=")), **by_name)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:  # some builtins have no signature
         raise VimeError(f"{key} = {path!r}: expected {point}, found {shown}: {e}") from e
     if point.kind == "sync" and inspect.iscoroutinefunction(fn):
         raise VimeError(f"{key} = {path!r}: expected {point}, found async {shown}", "nothing awaits it here: make it a plain def")
@@ -175,28 +165,23 @@ def keeps(got: Any) -> DynamicFilterOutput:
     return replace(out, keep=bool(out.keep))
 
 
-# slime's name of an argument -> our key
-FLAT = {
+# slime's name of an argument -> our key; here the same in both, as train.lr
+SAME = {
+    "data": "input_key label_key metadata_key apply_chat_template",
+    "rollout": "n_samples_per_prompt",
+    "train": "lr min_lr lr_decay_style lr_warmup_iters weight_decay adam_beta1 adam_beta2 clip_grad max_tokens_per_gpu",
+    "algo": "advantage_estimator eps_clip eps_clip_c kl_loss_coef kl_coef gamma kl_loss_type tis_clip use_opsm opsm_delta entropy_coef",
+}
+FLAT = {name: f"{section}.{name}" for section, names in SAME.items() for name in names.split()} | {
+    f"rollout_{name}": f"rollout.{name}"
+    for name in ["batch_size", "max_response_len", "max_context_len", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "num_engines"]
+} | {f"eval_{name}": f"eval.{name}" for name in ["interval", "temperature", "top_p", "top_k", "max_response_len", "datasets"]} | {
     "hf_checkpoint": "model", "rollout_seed": "seed", "wandb_group": "name", "wandb_project": "log.project", "use_wandb": "log.wandb",
-    "use_tensorboard": "log.tensorboard", "prompt_data": "data.prompts", "input_key": "data.input_key", "label_key": "data.label_key",
-    "metadata_key": "data.metadata_key", "apply_chat_template": "data.apply_chat_template", "rollout_shuffle": "data.shuffle",
-    "data_source_path": "data.source", "rollout_batch_size": "rollout.batch_size", "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "rollout_max_response_len": "rollout.max_response_len", "rollout_max_context_len": "rollout.max_context_len",
-    "rollout_temperature": "rollout.temperature", "rollout_top_p": "rollout.top_p", "rollout_top_k": "rollout.top_k",
-    "rollout_stop": "rollout.stop", "rollout_stop_token_ids": "rollout.stop_token_ids", "rollout_num_engines": "rollout.num_engines",
-    "mask_offpolicy_in_partial_rollout": "rollout.mask_offpolicy_prefix",
-    "sglang_server_concurrency": "rollout.concurrency", "vllm_server_concurrency": "rollout.concurrency",
-    "reward_key": "reward.key", "eval_reward_key": "reward.key", "group_rm": "reward.group", "eval_interval": "eval.interval",
-    "n_samples_per_eval_prompt": "eval.n_samples_per_prompt", "eval_temperature": "eval.temperature", "eval_top_p": "eval.top_p",
-    "eval_top_k": "eval.top_k", "eval_max_response_len": "eval.max_response_len", "eval_datasets": "eval.datasets",
-    "num_rollout": "train.steps", "lr": "train.lr", "min_lr": "train.min_lr", "lr_decay_style": "train.lr_decay_style",
-    "lr_warmup_iters": "train.lr_warmup_iters", "weight_decay": "train.weight_decay", "adam_beta1": "train.adam_beta1",
-    "adam_beta2": "train.adam_beta2", "clip_grad": "train.clip_grad", "max_tokens_per_gpu": "train.max_tokens_per_gpu",
-    "advantage_estimator": "algo.advantage_estimator", "grpo_std_normalization": "algo.normalize_std", "eps_clip": "algo.eps_clip",
-    "eps_clip_c": "algo.eps_clip_c", "kl_loss_coef": "algo.kl_loss_coef",
-    "kl_coef": "algo.kl_coef", "gamma": "algo.gamma", "normalize_advantages": "algo.whitened",
-    "kl_loss_type": "algo.kl_loss_type", "tis_clip": "algo.tis_clip", "tis_clip_low": "algo.tis_low", "use_opsm": "algo.use_opsm",
-    "opsm_delta": "algo.opsm_delta", "entropy_coef": "algo.entropy_coef", "ref_load": "algo.ref_model", "save_interval": "checkpoint.interval",
+    "use_tensorboard": "log.tensorboard", "prompt_data": "data.prompts", "rollout_shuffle": "data.shuffle", "data_source_path": "data.source",
+    "mask_offpolicy_in_partial_rollout": "rollout.mask_offpolicy_prefix", "sglang_server_concurrency": "rollout.concurrency",
+    "vllm_server_concurrency": "rollout.concurrency", "reward_key": "reward.key", "eval_reward_key": "reward.key", "group_rm": "reward.group",
+    "n_samples_per_eval_prompt": "eval.n_samples_per_prompt", "num_rollout": "train.steps", "grpo_std_normalization": "algo.normalize_std",
+    "normalize_advantages": "algo.whitened", "tis_clip_low": "algo.tis_low", "ref_load": "algo.ref_model", "save_interval": "checkpoint.interval",
 }  # fmt: skip
 
 

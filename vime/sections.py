@@ -49,16 +49,8 @@ class RewardConfig(Section):
     post_process: str | None = Field(None, description="plug-in: a step's rewards -> (raw rewards, advantages), in place of the estimator")
     on_error: Literal["raise", "skip"] = Field("raise", description="skip: drop and count a group with a failing reward, take another")
     timeout: float = Field(60, gt=0, description="seconds a reward call may take")
-    overlong_buffer_len: int = Field(
-        0, ge=0, description="DAPO's soft punishment: over the last so many tokens below rollout.max_response_len the reward falls; 0: off"
-    )
+    overlong_buffer_len: int = Field(0, ge=0, description="DAPO: over the last so many tokens below rollout.max_response_len the reward falls; 0: off")
     overlong_penalty_factor: float = Field(1.0, gt=0, description="by how much it has fallen at the limit")
-
-    @model_validator(mode="after")
-    def _pattern(self) -> RewardConfig:
-        if self.function == "regex" and not self.pattern:
-            raise ValueError('function = "regex" needs reward.pattern')
-        return self
 
 
 class EvalSampling(Section):
@@ -112,9 +104,6 @@ class LogConfig(Section):
     eval_hook: str | None = Field(None, description="plug-in: logs an evaluation; true in return leaves out the eval/ metrics")
 
 
-STORES = ["shm", "ray", "controller", "mooncake", "transferqueue"]
-
-
 class MooncakeConfig(Section):
     """Mooncake Store, of data_plane.backend = "mooncake" and of transferqueue.storage = "mooncake"."""
 
@@ -122,9 +111,7 @@ class MooncakeConfig(Section):
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = Field("", description="RDMA devices, as mlx5_0,mlx5_1")
     segment_bytes: int = Field(1 << 30, ge=1 << 24, description="memory that each worker, or each storage process, gives to the store")
-    storage: Literal["own", "processes"] = Field(
-        "own", description="own: samples stay in the worker that made them, and die with it; processes: in storage processes"
-    )
+    storage: Literal["own", "processes"] = Field("own", description="own: in the worker that made them, and lost with it; processes: in storage processes")
     processes: int = Field(1, ge=1, description="of storage = \"processes\": how many are started on this host; 'python -m vime.data.mooncake' adds more")
     replicas: int = Field(1, ge=1, description="copies of each group, each in another segment; 2 survive the death of one")
 
@@ -139,7 +126,7 @@ class TransferQueueConfig(Section):
 class DataPlaneConfig(Section):
     """Samples from rollout workers to trainer ranks, past the controller, see docs/data-plane.md."""
 
-    backend: str = Field("shm", description=" | ".join(STORES) + "; shm: one host")
+    backend: Literal["shm", "ray", "controller", "mooncake", "transferqueue"] = Field("shm", description="the store; shm: one host")
     budget_bytes: int | None = Field(None, ge=1 << 20, description="bytes of samples that may wait; unset: 70 % of what the store can hold")
     timeout: float = Field(60, ge=1, le=3600, description="seconds that one read or write may take")
     mooncake: MooncakeConfig = MooncakeConfig()

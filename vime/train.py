@@ -66,10 +66,7 @@ class Interrupt:
 
 
 def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
-    """Read model folder, data, plug-ins. Returns the prompts to train on and those of each eval dataset.
-
-    Raises: one VimeError that lists every fault.
-    """
+    """Read model folder, data, plug-ins. Returns the prompts to train on and those of each eval dataset. Raises: a VimeError of every fault."""
     faults: list[str] = []
     tokenizer = None
 
@@ -151,8 +148,7 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
     place = summary(cfg, resume, overwrite) + (f", {restarted} of them from their prompts" if resume and restarted else "")
     r = cfg.rollout
     group = prompts.peek()
-    own = len(cfg.servers)
-    servers = ", ".join([*([f"{own} vLLM server{'s' if own > 1 else ''}"] if own else []), *r.engines])
+    servers = ", ".join([f"{len(cfg.servers)} vLLM server(s)"] * bool(cfg.servers) + r.engines)
     evaluated = "; eval " + (", ".join(f"{name}: {len(p)}" for name, p in held_out.items()) or "none")
     optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
     rollout = f"{r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router"
@@ -254,10 +250,7 @@ def rollout_metrics(metas: list[SampleMeta], version: int, seconds: float) -> di
 
 
 def train(cfg: Config, resume: bool = False, overwrite: bool = False) -> int:
-    """Run the job. Returns the exit code: 0, or 130 after Ctrl-C.
-
-    Raises: VimeError for anything a person can act on.
-    """
+    """Run the job. Returns the exit code: 0, or 130 after Ctrl-C. Raises: VimeError for anything a person can act on."""
     prompts, held_out = preflight(cfg)
     with opened(cfg, resume, overwrite, partial(check_start, cfg, prompts)) as start:
         return run(cfg, prompts, held_out, start)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
-from vime.model import CHARS, IMAGE, PARTS, _char_tokenizer
+from examples.vision.make_model import IMAGE, PARTS
+from vime.model import CHARS, _char_tokenizer
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,

@@ -66,20 +66,15 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["algo.kl_coef=0.1", "algo.kl_loss_coef=0.1"], "would charge the KL twice"),
         (["algo.gamma=0.9"], "gamma 0.9 discounts along the tokens, where grpo compares whole responses"),
         (["algo.advantage_estimator=opo", "rollout.n_samples_per_prompt=1"], "opo needs rollout.n_samples_per_prompt >= 2"),
-        (["algo.advantage_estimator=rloo", "algo.normalize_std=false"], "normalize_std is a switch of grpo"),
-        (["algo.policy_loss=cispo", "algo.eps_clip_c=3"], "eps_clip_c bounds a clipped surrogate"),
         (["algo.policy_loss=gpg", "algo.correction=rollout_logprobs"], "nothing corrects for"),
         (["algo.custom_advantage=m:f", "algo.kl_coef=0.1"], "custom_advantage sets every token's advantage"),
         (["algo.rejection=seq_mean_k3"], "needs rejection_high"),
         (["weights.transport=nccl", "weights.delta=true"], 'weights.transport = "nccl" does not go with weights.delta'),
         (["weights.transport=nccl", 'vllm.speculative_config={"model":"m"}'], "does not go with vllm.speculative_config"),
-        (["algo.rejection_high=2"], "algo.rejection, which is unset"),
-        (["algo.rejection=seq_mean_k3", "algo.rejection_high=2", "algo.rejection_low=1"], "rejection_low bounds ratios"),
         (["algo.rejection=seq_sum_k1", "algo.rejection_high=2", "algo.rejection_low=3"], "every sample would be dropped"),
         (["algo.rejection=seq_sum_k1", "algo.rejection_high=0.5"], "rejection_low 2 is above rejection_high 0.5"),
         (["reward.post_process=m:f", "algo.overlong_filter=true"], "reward.post_process turns rewards into numbers itself"),
         (["algo.advantage_estimator=remax", "rollout.function=m:f"], "nothing samples the greedy ones"),
-        (["algo.lambd=0.9"], "algo.lambd is a setting of the critic, which grpo has not"),
         (["algo.advantage_estimator=gae", "train.steps=3", "algo.num_critic_only_steps=3"], "leaves none of train.steps = 3"),
         (["algo.advantage_estimator=gae", "parallel.tp=2"], "a critic is trained on parallel.fsdp ranks only"),
         (["lora.alpha=3"], "lora.rank is unset"),
@@ -95,8 +90,6 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["algo.advantage_estimator=on_policy_distillation", "algo.ref_model=m", "algo.kl_coef=1"], "nothing but the KL to the teacher"),
         (["train.objective=sft", "rollout.top_k=3", "eval.datasets=[{name='a', prompts='p'}]"], r"leave out rollout.top_k, eval.datasets"),
         (["train.objective=dpo", "loss.aggregate=token-mean", "vllm.port=80"], r"leave out vllm, loss.aggregate"),
-        (["algo.dpo_beta=0.2"], 'dpo_beta is of train.objective = "dpo"'),
-        (["reward.overlong_penalty_factor=2"], "has no meaning without reward.overlong_buffer_len"),
         (["reward.overlong_buffer_len=300"], "overlong_buffer_len 300 is longer than rollout.max_response_len 256"),
         (["eval.datasets=[{name='a/b', prompts='p'}]"], "eval.datasets.0.name"),
         (["reward.function=regex"], "needs reward.pattern"),
@@ -109,8 +102,8 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["rollout.request_timeout=1e300"], "rollout.request_timeout: Input should be less than or equal to"),
         (["seed=-1"], "seed: Input should be greater"),
         (["rollout.request_timeout=0.5"], "rollout.request_timeout: Input should be greater than or equal to 1"),
-        (["rollout.stop=['x', '']"], "rollout.stop: an empty stop string would end every response at once"),
-        (["rollout.stop_token_ids=[1, -2]"], "rollout.stop_token_ids: -2: no token ids"),
+        (["rollout.stop=['x', '']"], "rollout.stop.1: String should have at least 1 character"),
+        (["rollout.stop_token_ids=[1, -2]"], "rollout.stop_token_ids.1: Input should be greater than or equal to 0"),
         (["vllm.port=65535", "rollout.num_engines=2"], "vllm.port 65535: 2 servers take as many ports"),
         (["vllm.port=8000", "rollout.num_engines=3", "router.port=8002"], "router.port 8002 is one of the ports 8000 to 8002"),
         (["rollout.temperature=inf"], "rollout.temperature"),
@@ -231,9 +224,6 @@ def test_an_override_without_a_value_unsets_what_may_be_unset(tmp_path: Path) ->
 def test_ports(section: str, port: Any) -> None:
     with pytest.raises(VimeError, match=rf"{section}: port = .* is no TCP port, a number from 1 to 65535; "):
         config.validate(BASE | {section: {"port": port}}, "t")
-    if port == "8000":
-        with pytest.raises(VimeError, match="write port = 8000"):
-            config.validate(BASE | {section: {"port": port}}, "t")
     assert config.validate(BASE | {section: {"port": 1}, "rollout": {"num_engines": 1}}, "t")
 
 
@@ -245,20 +235,15 @@ def test_urls_of_servers(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "near"),
-    [
-        ("h:8000", "http://h:8000"), ("h", "http://h:8000"), ("http://h:8000/", "http://h:8000"), ("https://h:9/v1", "https://h:9"), ("", "http://host:8000"),
-        ("http://", "http://host:8000"), ("http://h:99999", "http://host:8000"), ("http://h:x", "http://host:8000"), ("ftp://h:1", "http://h:1"),
-        ("http://h:1?a=1", "http://h:1"), ("http://u:p@h:1", "http://h:1"), (" http://h:1", "http://host:8000"), ("http://[::1", "http://host:8000"),
-        ("http://h 1:2", "http://h 1:2"), ("http://h:0", "http://h:8000"),
-    ],
+    "url",
+    ["h:8000", "h", "http://h:8000/", "https://h:9/v1", "", "http://", "http://h:99999", "http://h:x", "ftp://h:1", "http://h:1?a=1", "http://u:p@h:1",
+     " http://h:1", "http://[::1", "http://h 1:2", "http://h:0"],
 )  # fmt: skip
-def test_urls_that_are_none(url: str, near: str) -> None:
+def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(VimeError) as e:
         config.validate(BASE | {"rollout": {"engines": ["http://fine:1", url]}}, "t")
     (line,) = str(e.value).splitlines()[1:]
-    assert f"rollout.engines: {url!r} is not the URL of a server; write it as" in line
-    assert url.startswith(" ") or line.endswith(near)
+    assert f"rollout.engines: {url!r} is not the URL of a server; write it as http://host:8000" in line
 
 
 def test_each_fault_has_its_line_whichever_check_found_it() -> None:

@@ -8,23 +8,19 @@ from vime.doctor import GIB
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    return {what: (state, found) for state, what, found in doctor.checks(None)}
+    return {what: (state, found) for state, what, found in doctor.checks()}
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_control_group_limits_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+def test_a_control_group_limits_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
     total = doctor.memory()[1]
     assert total == psutil.virtual_memory().total, "no group: the machine's"
-    folder, names = {1: ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")), 2: (".", ("memory.max", "memory.current"))}[version]
-    (tmp_path / folder).mkdir(exist_ok=True)
-    limit, used = (tmp_path / folder / n for n in names)
-    (tmp_path / folder / "memory.stat").write_text("cache 9\ninactive_file 100\ntotal_inactive_file 100\n")
-    used.write_text("300\n")
-    limit.write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("cache 9\ninactive_file 100\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("1000\n")
     assert doctor.memory() == (800, 1000)
     for unlimited in ("max\n", f"{2**63 - 4096}\n"):
-        limit.write_text(unlimited)
+        (tmp_path / "memory.max").write_text(unlimited)
         assert doctor.memory()[1] == total
 
 

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from examples.vision.make_data import main
+from examples.vision.make_model import IMAGE, PARTS
 from tests.integration.vision_kit import draw
 from vime.config import DataConfig, validate
 from vime.data.examples import Examples
@@ -20,7 +21,7 @@ from vime.data.images import content_part, read, reference
 from vime.data.prompts import Prompts
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
-from vime.model import CHARS, IMAGE, PARTS, _char_tokenizer
+from vime.model import CHARS, _char_tokenizer
 from vime.sample import Sample
 
 PAD = 3 + len(CHARS)  # the image token
@@ -78,7 +79,7 @@ def test_a_column_of_images(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert s.images == [] and s.multimodal_inputs is None
     pq.write_table(pa.table({"prompt": ["x<image>"], "images": [[{"bytes": a.read_bytes(), "path": "gone.png"}]]}), tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
-    (group,) = Prompts(DataConfig(prompts=path, image_key="images"), path, tokenizer, 1, 0, 50).all(1)
+    group = Prompts(DataConfig(prompts=path, image_key="images"), path, tokenizer, 1, 0, 50).row(0, 1)
     assert group[0].images[0]["sha256"] == reference(str(a), tmp_path)["sha256"]
 
 
@@ -150,5 +151,5 @@ def test_an_image_that_changes_during_the_run_is_an_error(tmp_path: Path) -> Non
 def test_the_example(tmp_path: Path, tokenizer: Tokenizer) -> None:
     main(tmp_path)
     prompts = Prompts(DataConfig(prompts="-"), f"{tmp_path}/eval.jsonl", tokenizer, 1, 0, 50)
-    assert len(prompts) == 64 and {s.label for (s,) in prompts.all(1)} == set("rgby")
-    assert all(s.prompt == "<bos><image>which colour?>" and len(s.images) == 1 for (s,) in prompts.all(1))
+    assert len(prompts) == 64 and {prompts.row(i, 1)[0].label for i in range(64)} == set("rgby")
+    assert all(s.prompt == "<bos><image>which colour?>" and len(s.images) == 1 for s in (prompts.row(i, 1)[0] for i in range(64)))

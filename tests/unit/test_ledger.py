@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.ledger_world import unsettled
 from vime.data.journal import insert, inside
 from vime.data.ledger import Ledger
 from vime.data.plane import Ref
@@ -221,7 +222,7 @@ def test_restart_without_checkpoint_takes_the_journal(path):
     ledger.drop([2], "filtered")
     again = Ledger(100, path)
     assert [again.where(n) for n in range(4)] == ["settled", "ready", "settled", "new"]
-    assert (again.unsettled(5), again.stats()["stored_bytes"], again.stats()["reserved_bytes"]) == ([1, 3, 4], 30, 0)
+    assert (unsettled(again, 5), again.stats()["stored_bytes"], again.stats()["reserved_bytes"]) == ([1, 3, 4], 30, 0)
     assert again.ack([1], 2, "t") == [1], "leases end with the controller"
     assert again.free() == [ref(0), ref(2)]
     assert Ledger(100, path).free() == [ref(0), ref(2)], "they may not have been freed"
@@ -244,11 +245,11 @@ def test_a_checkpoint_takes_later_acks_back(path):
     for _ in range(2):
         ledger = Ledger(100, path, cursor)
         assert [ledger.where(n) for n in range(6)] == ["settled", "new", "ready", "ready", "new", "new"]
-        assert ledger.unsettled(6) == [1, 2, 3, 4, 5]
+        assert unsettled(ledger, 6) == [1, 2, 3, 4, 5]
         assert ledger.stats()["done"] == 1 and "dropped_filtered" not in ledger.stats()
     ready(ledger, 1, 4, attempt=1)
     trained(ledger, 2, 1, 2, 3, 4)
-    assert ledger.unsettled(6) == [5]
+    assert unsettled(ledger, 6) == [5]
 
 
 def test_weights_roll_back_in_a_running_controller(path):
@@ -265,7 +266,7 @@ def test_weights_roll_back_in_a_running_controller(path):
     assert (ledger.stats()["reserved_bytes"], ledger.stats()["stored_bytes"]) == (0, 40), "what was to be freed may be there still"
     assert ledger.ack([2, 1], 2, "t") == [2, 1], "the weights that trained them are gone"
     assert not ledger.publish(4, ref(4), 0)
-    assert Ledger(100, path).unsettled(5) == [1, 2, 3, 4]
+    assert unsettled(Ledger(100, path), 5) == [1, 2, 3, 4]
 
 
 def test_what_a_checkpoint_settled_is_settled_whatever_the_journal_says(path):
@@ -332,7 +333,7 @@ def test_damage_that_no_crash_makes_is_told(path):
         path.write_bytes(rest)
         with pytest.raises(VimeError, match="holds no snapshot"):
             Ledger(100, path)
-        assert Ledger(100, path, cursor).unsettled(2) == [1]
+        assert unsettled(Ledger(100, path, cursor), 2) == [1]
 
 
 def test_a_full_disk_changes_nothing(path):
@@ -381,7 +382,7 @@ for step in range(1, 1 << 30):
     process.wait()
     ledger = Ledger(1000, path)
     assert ledger.step - step in (0, 1)
-    assert ledger.unsettled(2 * step + 2) == [0, 1]
+    assert unsettled(ledger, 2 * step + 2) == [0, 1]
     ready(ledger, 0)
     trained(ledger, step + 2, 0)
 

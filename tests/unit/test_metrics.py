@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from vime import config
 from vime.config import Config
 from vime.data.records import dump_samples
-from vime.observe.metrics import MetricLogger, plot, read, sparkline
+from vime.observe.metrics import MetricLogger, plot, read
 from vime.sample import Sample, Status
 
 
@@ -84,7 +82,7 @@ def test_the_live_table_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stdout", screen)
     run(tmp_path, 1, 3)
     text = screen.getvalue()
-    assert "step 3/9" in text and "▁▅█" in text and "0.300" in text
+    assert "step 3/9" in text and "0.300" in text
 
 
 def test_the_table_keeps_to_the_last_steps(tmp_path: Path) -> None:
@@ -96,14 +94,6 @@ def test_the_table_keeps_to_the_last_steps(tmp_path: Path) -> None:
     m.close()
     rows = [line for line in console.file.getvalue().splitlines() if "0.500" in line]  # type: ignore[attr-defined]
     assert len(rows) == 5 and "30" in rows[-1]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 50))
-def test_sparkline(values: list[float], width: int) -> None:
-    line = sparkline(values, width)
-    assert len(line) == min(width, len(values)) and set(line) <= set("▁▂▃▄▅▆▇█")
-    if 2 <= len(values) <= width and min(values) < max(values):
-        assert line[values.index(max(values))] == "█" and line[values.index(min(values))] == "▁"
 
 
 def test_a_dump_is_readable(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.ledger_world import unsettled
 from vime import config
 from vime.data.plane import Ref
 from vime.errors import VimeError
@@ -159,7 +160,7 @@ def test_a_snapshot_holds_every_group(mode, work):
     assert len(refs) == len(state["groups"])
     # what the ledger has settled and what the snapshot holds are all groups that were drawn, apart from those taken and not trained yet
     of_snapshot = {g["group_index"] for g in state["groups"]} | set(state["fresh"])
-    assert of_snapshot | {n for n in range(pool.prompts.given) if pool.ledger.where(n) == "leased"} == set(pool.ledger.unsettled(pool.prompts.given))
+    assert of_snapshot | {n for n in range(pool.prompts.given) if pool.ledger.where(n) == "leased"} == set(unsettled(pool.ledger, pool.prompts.given))
     again, workers, _ = make(mode, work, [])
     metas = {f.group_index: f.metas for f in pool.ready}
     workers.load_groups = lambda path, ready: [(metas.get(g["group_index"], []), ref) for g, ref in zip(state["groups"], refs, strict=True)]

@@ -68,16 +68,7 @@ def test_folders_that_load(tmp_path: Path) -> None:
     parts = {"model-1__safetensors": weights(1), "model-2__safetensors": weights(3), "model__safetensors__index__json": index}
     assert model.faults(str(folder(tmp_path / "sharded", **parts))) == []
     (tmp_path / "sharded" / "model-2.safetensors").unlink()
-    assert model.faults(str(tmp_path / "sharded"))[0].startswith("model-2.safetensors: its header is damaged: FileNotFoundError")
-
-
-def test_the_table_of_architectures_is_that_of_transformers() -> None:
-    """Read as text; a later transformers that writes it in another way must not empty it unseen."""
-    from transformers.models.auto import modeling_auto
-
-    types, classes = model._known()
-    tables = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")]
-    assert set(types) == {t for table in tables for t in table} and set(classes) == {c for table in tables for c in table.values()}
+    assert model.faults(str(tmp_path / "sharded"))[0].startswith("model-2.safetensors: damaged, or cut short: FileNotFoundError")
 
 
 CONFIGS = {
@@ -86,10 +77,6 @@ CONFIGS = {
     json.dumps({"model_type": "qwen3"}).encode(): "architectures is None, not a list",
     json.dumps(GOOD | {"architectures": []}).encode(): "architectures is [], not a list",
     json.dumps(GOOD | {"architectures": "Qwen3ForCausalLM"}).encode(): "architectures is 'Qwen3ForCausalLM', not a list",
-    json.dumps(GOOD | {"architectures": ["Qwen3ForCausalLMM"]}).encode(): "did you mean 'Qwen3ForCausalLM'?",
-    json.dumps(GOOD | {"architectures": ["Qwen3ForSequenceClassification"]}).encode(): "is no language model that transformers knows",
-    json.dumps(GOOD | {"model_type": "qwen33"}).encode(): "model_type 'qwen33' is none that transformers knows; did you mean 'qwen3'?",
-    json.dumps({"architectures": ["Qwen3ForCausalLM"]}).encode(): "model_type None is none that transformers knows",
 }  # fmt: skip
 
 
@@ -101,17 +88,17 @@ def test_configs_that_do_not_load(tmp_path: Path, content: bytes) -> None:
 
 
 FILES = {
-    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "not a safetensors file"),
-    "empty": (b"", "not a safetensors file"),
-    "no header": (weights()[:40], "cut short: 40 bytes"),
-    "cut": (weights(cut=5), "cut short or damaged"),
-    "longer": (weights() + b"x", "cut short or damaged"),
-    "not JSON": (weights(0, b"{nonsense"), "its header is damaged: JSONDecodeError"),
-    "list": (weights(0, b"[]"), "its header is damaged"),
+    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "damaged, or cut short: SafetensorError"),
+    "empty": (b"", "damaged, or cut short"),
+    "no header": (weights()[:40], "damaged, or cut short"),
+    "cut": (weights(cut=5), "damaged, or cut short"),
+    "longer": (weights() + b"x", "damaged, or cut short"),
+    "not JSON": (weights(0, b"{nonsense"), "damaged, or cut short"),
+    "list": (weights(0, b"[]"), "damaged, or cut short"),
     "no tensors": (weights(0, b"{}"), "it holds no tensor"),
-    "no offsets": (weights(0, b'{"t": {"dtype": "F32"}}'), "its header is damaged: KeyError"),
-    "not a dict": (weights(0, b'{"t": 3}'), "its header is damaged: TypeError"),
-    "not UTF-8": (weights(0, b'{"\xff": 3}'), "its header is damaged: UnicodeDecodeError"),
+    "no offsets": (weights(0, b'{"t": {"dtype": "F32"}}'), "damaged, or cut short"),
+    "not a dict": (weights(0, b'{"t": 3}'), "damaged, or cut short"),
+    "not UTF-8": (weights(0, b'{"\xff": 3}'), "damaged, or cut short"),
 }
 
 
@@ -137,7 +124,7 @@ def test_every_fault_of_everything_at_once(tmp_path: Path) -> None:
     changes = {"algo": {"ref_model": "no/such"}, "rollout": {"custom_generate": "no.such:f"}, "eval": {"datasets": [{"name": "e", "prompts": "x" * 299}]}}
     lines = faults(tmp_path, **changes)
     assert len(lines) == 6, lines
-    for word in ("config.json holds list", "model.safetensors: not a", "tokenizer.json", "algo.ref_model = 'no/such': no model folder", "no.such", "xxx"):
+    for word in ("config.json holds list", "model.safetensors: damaged", "tokenizer.json", "algo.ref_model = 'no/such': no model folder", "no.such", "xxx"):
         assert sum(word in line for line in lines) == 1, word
 
 

@@ -139,11 +139,6 @@ class Ledger(Book):
             return "settled" if inside(self.settled, group) else "new"
         return "open" if not g.whole else "leased" if g.holder is not None and g.deadline > self.clock() else "ready"
 
-    def unsettled(self, end: int) -> list[int]:
-        """Those of groups 0 ... end - 1 that are neither done nor dropped."""
-        gaps = zip([0, *self.settled[1::2]], [*self.settled[::2], end], strict=True)
-        return [n for a, b in gaps for n in range(a, min(b, end))]
-
     def stats(self) -> dict[str, int]:
         held = {"stored_bytes": self.stored, "reserved_bytes": self.reserved, "to_free": len(self.unfreed) - self.handed}
         return {"open": 0, "ready": 0, "leased": 0} | Counter(map(self.where, self.live)) | held | self.counts

@@ -177,12 +177,13 @@ class Mooncake(Store):
         where there are replicas, until the master has noticed which one is gone: readers don't turn to another by themselves."""
         end, again = time.monotonic() + (GONE if self.place.replica_num > 1 else 0), False
         out: list[Any] = self.once(refs, spans) if refs else []
+        pause = 0.0
         while todo := [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]:
-            if again and time.monotonic() > end:
+            if pause and time.monotonic() > end:
                 break
             self.counts["reread"] += len(todo)
-            time.sleep(0.3 * again)
-            again = True
+            time.sleep(pause)
+            pause = 0.3
             for i, one in zip(todo, self.once([refs[i] for i in todo], [spans[i] for i in todo])):
                 out[i] = one
         return out

@@ -73,12 +73,8 @@ class Prompts:
         """The first sample that `next` would give; nothing moves."""
         return self._group(self.given, self.rows[self._row(self.given)], 1, "group")[0]
 
-    def all(self, n: int) -> list[list[Sample]]:
-        """Every row once in file order, as groups of n samples: an evaluation."""
-        return [self.row(g, n) for g in range(len(self.rows))]
-
     def row(self, g: int, n: int) -> list[Sample]:
-        """Row g of the file as a group of n samples."""
+        """Row g of the file as a group of n samples, of an evaluation."""
         return self._group(g, self.rows[g], n, "eval")
 
     def text(self, sample: Sample) -> str:
@@ -182,14 +178,14 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
             raise VimeError(f"{file}: not a readable parquet file: {e}") from e
         if data.input_key not in table.column_names:
             raise VimeError(f"{file}: no column {data.input_key!r} (data.input_key)", nearest(data.input_key, table.column_names))
-        columns = {}
-        wanted = {data.input_key, data.label_key, data.metadata_key, data.response_key, data.chosen_key, data.rejected_key}
-        for key in (wanted | {data.image_key or data.input_key}) & set(table.column_names):
-            try:
-                columns[key] = table.column(key).to_pylist()
-            except (pyarrow.ArrowException, ValueError, KeyError) as e:
-                raise VimeError(f"{file}: column {key!r}, {table.schema.field(key).type}, has no counterpart in Python: {said(e)}") from e
-        yield from ((f"{file}: row {i}", dict(zip(columns, row))) for i, row in enumerate(zip(*columns.values())))
+        wanted = {data.input_key, data.label_key, data.metadata_key, data.response_key, data.chosen_key, data.rejected_key, data.image_key}
+        table = table.select([key for key in table.column_names if key in wanted])
+        try:
+            rows = table.to_pylist()
+        except (pyarrow.ArrowException, ValueError, KeyError) as e:
+            types = ", ".join(f"{f.name!r} {f.type}" for f in table.schema)
+            raise VimeError(f"{file}: a column of {types} has no counterpart in Python: {said(e)}") from e
+        yield from ((f"{file}: row {i}", row) for i, row in enumerate(rows))
         return
     if file.suffix not in (".jsonl", ".json"):
         raise VimeError(f"{file}: prompts must be .jsonl or .parquet")

@@ -1,15 +1,8 @@
 """Are two curves the same to within a margin? Two one-sided t-tests (TOST) over seeds, in windows of steps. Arrays in, verdict out.
 
-A test that finds no difference shows nothing: with few seeds none ever does. TOST turns the burden round (Schuirmann 1987, J. Pharmacokinet.
-Biopharm. 15:657; Lakens 2017, Soc. Psychol. Personal. Sci. 8:355): it sets out from "they differ by the margin or more" and calls the curves
-equivalent only where the data reject that on both sides, each at level alpha. That is so exactly where the 1 - 2 alpha confidence interval
-of the difference lies inside (-margin, margin).
-
-What counts as an observation: steps of one run hang together, since each begins with the weights that the one before left, and so do the
-windows of one run. T steps are not T observations, nor are W windows. Here a window gives one number per seed, the mean of a - b over its steps,
-and only the spread of these numbers between seeds is held against the margin; seeds are independent. Every window must pass, and every
-metric: an intersection-union test (Berger and Hsu 1996, Statist. Sci. 11:283), so that without any correction the chance of calling curves
-equivalent that differ by the margin in some window is at most alpha. What remains assumed: the numbers of a window are about normal over seeds.
+TOST (Schuirmann 1987, Lakens 2017) sets out from "they differ by the margin or more" and calls the curves equivalent only where both sides of
+that are rejected at level alpha. A window gives one number per seed, and only the spread between seeds counts, since the steps of one run hang
+together. Every window and every metric must pass (Berger and Hsu 1996), so no correction is due. Why, and what is assumed: docs/parity.md.
 """
 
 from __future__ import annotations

@@ -10,15 +10,18 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from vime.config import Config
 from vime.errors import VimeError, said
 
-BARS = "▁▂▃▄▅▆▇█"
 # label, metric, format; shown where the step has the metric
 COLUMNS = [
     ("reward", "rollout/raw_reward", "{:.3f}"), ("eval", "eval/reward", "{:.3f}"), ("length", "rollout/response_len", "{:.1f}"),
@@ -49,12 +52,12 @@ class MetricLogger:
         except OSError as e:
             raise VimeError(f"cannot write {folder}/metrics.jsonl: {e}") from e
         self._title = f"{cfg.name}: {Path(cfg.model).name}, {cfg.rollout.batch_size} x {cfg.rollout.n_samples_per_prompt} samples a step"
-        self._live: Any = None
+        self._live: Live | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers")
         self._trackers: list[Tracker] = []
         for name, opener in {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}.items():
             if getattr(cfg.log, name):
-                self._thread.submit(self._open, name, opener, cfg, folder)
+                self._thread.submit(self._guard, name, lambda opener=opener: self._trackers.append(opener(cfg, folder, start_step)))  # type: ignore[misc]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step, flushed to disk on return. A value that isn't finite becomes null in the file (JSON has no NaN)."""
@@ -85,9 +88,6 @@ class MetricLogger:
         self._trackers = []
         self._file.close()
 
-    def _open(self, name: str, opener: Callable[..., Tracker], cfg: Config, folder: Path) -> None:
-        self._guard(name, lambda: self._trackers.append(opener(cfg, folder, self.start)))
-
     def _track(self, step: int, values: dict[str, float]) -> None:
         for name, log, _ in list(self._trackers):
             self._guard(name, lambda log=log: log(step, values))  # type: ignore[misc]
@@ -100,24 +100,17 @@ class MetricLogger:
             print(f"warning: {name} is off from here on: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
 
     def _draw(self) -> None:
-        from rich.live import Live
-
         if self._live is None:
             self._live = Live(auto_refresh=False)
             self._live.start()
         self._live.update(self.table(), refresh=True)
 
-    def table(self, height: int = 12) -> Any:
-        """The last steps as a rich table under the whole run's reward curve."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
+    def table(self, height: int = 12) -> Group:
+        """The last steps as a rich table."""
         done, spent = self.rows[-1]["step"], time.monotonic() - self.begun
         here = done - self.start
         left = f", {spent / here * (self.total - done) / 60:.1f} min left" if here > 0 and done < self.total else ""
-        rewards = [r["rollout/raw_reward"] for r in self.rows if r.get("rollout/raw_reward") is not None]
-        head = Text(f"{self._title}\nstep {done}/{self.total}{left}   reward {sparkline(rewards)}")
+        head = Text(f"{self._title}\nstep {done}/{self.total}{left}")
         table = Table()
         shown = [c for c in COLUMNS if any(r.get(c[1]) is not None for r in self.rows)]
         for name in ["step", *(c[0] for c in shown)]:
@@ -132,31 +125,22 @@ def read(folder: Path) -> list[dict[str, Any]]:
     Raises: VimeError naming the line for anything else that is not a row of metrics."""
     file = folder / "metrics.jsonl"
     try:
-        lines = file.read_bytes().split(b"\n")
+        lines = file.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     except OSError as e:
         raise VimeError(f"{file} cannot be read: {said(e)}", "move it away") from e
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines[:-1] if lines[-1] == b"" else lines, 1):
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             if type(row["step"]) is not int or not all(v is None or isinstance(v, int | float) for v in row.values()):
                 raise TypeError("step must be a whole number, the metrics numbers or null")
             rows.append(row)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-            if number < len(lines) - (lines[-1] == b""):
+            if number < len(lines):
                 raise VimeError(f"{file}:{number} is damaged: {said(e)}", "remove this line") from e
     return rows
-
-
-def sparkline(values: list[float], width: int = 40) -> str:
-    """`values` as at most `width` bars, neighbours averaged, scaled from the lowest to the highest."""
-    n = min(width, len(values))
-    edges = [i * len(values) // n for i in range(n + 1)] if n else []
-    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
-    low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
-    return "".join(BARS[min(7, int((m - low) / span * 8))] for m in means)
 
 
 def _tensorboard(cfg: Config, folder: Path, start: int) -> Tracker:

@@ -7,7 +7,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from math import isfinite  # `math` becomes this package's submodule
 from typing import Any
 
@@ -42,12 +42,10 @@ def regex(pattern: str) -> Reward:
 def resolve(reward: RewardConfig, function: str | None = None) -> Reward:
     """The reward of that name or path, `reward.function` by default. Raises: VimeError for an unknown name, a bad path, signature or pattern."""
     function = function or reward.function
-    if function == "exact":
-        return exact
     if function == "regex":
         return regex(reward.pattern or "")
-    if function == "math":
-        return math_reward
+    if built_in := {"exact": exact, "math": math_reward}.get(function):
+        return built_in
     if not {":", "."} & set(function):
         raise VimeError(f"reward.function = {function!r}: no such built-in", nearest(function, ["math", "exact", "regex"]))
     return hooks.load(function, "reward.function")
@@ -63,29 +61,24 @@ class Threads:
     async def call(self, timeout: float, fn: Callable[..., Any], *args: Any) -> Any:
         """What `fn` returns or raises. The clock starts with the thread, not while the call waits for its turn.
         Raises: VimeError after `timeout` seconds; nobody can end the thread, it goes on unheeded."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        def settle(value: Any, error: Exception | None) -> None:
-            if not done.cancelled():
-                done.set_exception(error) if error else done.set_result(value)
+        done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()  # from here on nobody cancels it: the thread can always say what came of it
 
         def run() -> None:
-            value, error = None, None
             try:
-                value = fn(*args)
+                done.set_result(fn(*args))
             except BaseException as e:
-                error = _carried(e)
-            with suppress(RuntimeError):  # the loop is closed already
-                loop.call_soon_threadsafe(settle, value, error)
+                done.set_exception(_carried(e))
 
         async with self._math if fn is math_reward else self._free:
             threading.Thread(target=run, name="reward", daemon=True).start()
-            await asyncio.wait({done}, timeout=timeout)
-            if not done.done():
-                done.cancel()
-                raise _late(timeout)
-            return done.result()
+            result = asyncio.wrap_future(done)
+            try:
+                if not (await asyncio.wait({result}, timeout=timeout))[0]:
+                    raise _late(timeout)
+                return result.result()
+            finally:
+                result.cancel()
 
 
 def _carried(e: BaseException) -> Exception:
