@@ -77,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     e.add_argument("action", choices=["list", "drain", "replace", "add"])
     e.add_argument("what", nargs="*", metavar="N | URL | KEY=VALUE", help="see above; the value is read as TOML, else as a string")
 
-    b = command(sub, "bench", "measure servers, or the ways samples take from rollout to trainer")
-    b = b.add_subparsers(dest="what", required=True, metavar="COMMAND")
+    bench = command(sub, "bench", "measure servers, or the ways samples take from rollout to trainer")
+    b = bench.add_subparsers(dest="what", required=True, metavar="COMMAND")
     o = command(b, "rollout", "load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance")
     o.add_argument("targets", nargs="+", metavar="CONFIG | URL", help="a run's TOML file: its prompts, and its servers, started; or servers that run")
     o.add_argument("--seconds", type=float, default=20, help="how long requests are sent (20)")

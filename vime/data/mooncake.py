@@ -175,7 +175,7 @@ class Mooncake(Store):
     def fetch(self, refs: Sequence[Ref], spans: Sequence[Sequence[tuple[int, int]]]) -> list[Any]:
         """Of each object its bytes first to end of each span, or what was found in their place. What fails but is there is read once more;
         where there are replicas, until the master has noticed which one is gone: readers don't turn to another by themselves."""
-        end, again = time.monotonic() + (GONE if self.place.replica_num > 1 else 0), False
+        end = time.monotonic() + (GONE if self.place.replica_num > 1 else 0)
         out: list[Any] = self.once(refs, spans) if refs else []
         pause = 0.0
         while todo := [i for i, one in enumerate(out) if isinstance(one, str) and one != SAID[ABSENT]]:
