@@ -1,0 +1,150 @@
+"""git by its plumbing: objects and trees in and out, without a work tree. Paths are str with undecodable bytes as surrogates."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+UNSIGNED, USAGE, OPEN, GATE, STUCK, SAFETY, ENVIRONMENT = 1, 2, 3, 4, 5, 6, 7  # exit codes; 0 is fine
+# What would let a user's own settings change a result, or run a user's programs
+FIXED = "core.quotePath=false core.hooksPath=/dev/null core.attributesFile=/dev/null core.autocrlf=false commit.gpgSign=false gc.auto=0"
+OPTIONS = [x for key in FIXED.split() for x in ("-c", key)]
+Entry = tuple[str, str]  # mode, object id
+Tree = dict[str, Entry]
+DIFF = "git-histogram-u0-eol"  # the diff that fingerprints rest on, as the lock names it; git's own options are in hunks.py
+
+
+class ForksyncError(Exception):
+    """What happened and where, what to do about it, and the exit code (2 usage, 6 safety, 7 environment, ...)."""
+
+    def __init__(self, what: str, fix: str = "", code: int = USAGE):
+        super().__init__(what, fix, code)
+        self.what, self.fix, self.code = what, fix, code
+
+    def __str__(self) -> str:
+        return self.what + (f" ({self.fix})" if self.fix else "")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment without GIT_DIR and such, which hooks set and which would point our git elsewhere."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith(("GIT_AUTHOR", "GIT_COMMITTER", "GIT_SSH", "GIT_CONFIG"))}
+    return kept | {"LC_ALL": "C", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_TERMINAL_PROMPT": "0"} | extra
+
+
+def blob_id_missing(oid: str) -> bytes:
+    """What stands for a blob that the upstream clone lacks (partial clone, large file left out). Two equal ids stay equal."""
+    return f"forksync: blob {oid} is missing in the clone of upstream\n".encode()
+
+
+class Git:
+    """One repository, bare or with a work tree. Raises ForksyncError (7) for a git that fails where that is not expected."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._cat: subprocess.Popen[bytes] | None = None
+
+    def run(self, *args: str, data: bytes | None = None, ok: tuple[int, ...] = (0,), env: dict[str, str] | None = None) -> tuple[int, bytes]:
+        """Exit code and stdout."""
+        try:
+            done = subprocess.run(["git", *OPTIONS, "-C", str(self.path), *args], input=data, capture_output=True, env=environment(**(env or {})))
+        except FileNotFoundError as e:
+            raise ForksyncError("git is not on PATH", "install git >= 2.38", ENVIRONMENT) from e
+        if done.returncode not in ok:
+            said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
+            raise ForksyncError(f"{self.path}: git {args[0]} failed: {said[-1] if said else f'exit code {done.returncode}'}", "", ENVIRONMENT)
+        return done.returncode, done.stdout
+
+    def out(self, *args: str, data: bytes | None = None, env: dict[str, str] | None = None) -> str:
+        return os.fsdecode(self.run(*args, data=data, env=env)[1]).strip()
+
+    def commit(self, name: str, what: str = "") -> str:
+        """Full id of a commit. Raises: ForksyncError (7) where there is none of that name."""
+        code, found = self.run("rev-parse", "--verify", "-q", f"{name}^{{commit}}", ok=(0, 1, 128))
+        if code:
+            raise ForksyncError(f"{self.path} has no commit {name!r}{what}", "fetch it, or give another name", ENVIRONMENT)
+        return found.decode().strip()
+
+    def has(self, oid: str) -> bool:
+        return self.run("cat-file", "-e", oid, ok=(0, 1, 128))[0] == 0
+
+    def ref(self, name: str) -> str:
+        """Object id of a ref, "" where it does not exist."""
+        return self.run("rev-parse", "--verify", "-q", name, ok=(0, 1, 128))[1].decode().strip()
+
+    def read(self, oid: str) -> bytes | None:
+        """Content of a blob, None where this clone lacks it. One process serves all reads."""
+        if self._cat is None:
+            command = ["git", *OPTIONS, "-C", str(self.path), "cat-file", "--batch"]
+            self._cat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment())
+        assert self._cat.stdin and self._cat.stdout
+        self._cat.stdin.write(oid.encode() + b"\n")
+        self._cat.stdin.flush()
+        head = self._cat.stdout.readline().split()
+        if len(head) != 3:
+            return None
+        body = self._cat.stdout.read(int(head[2]))
+        self._cat.stdout.read(1)
+        return body
+
+    def close(self) -> None:
+        if self._cat is not None:
+            assert self._cat.stdin and self._cat.stdout
+            self._cat.stdin.close()
+            self._cat.stdout.close()
+            self._cat.wait()
+            self._cat = None
+
+    def tree(self, treeish: str) -> Tree:
+        """{path: (mode, object id)} of all files, links and submodules."""
+        out: Tree = {}
+        for line in self.run("ls-tree", "-r", "-z", "--full-tree", treeish)[1].split(b"\0")[:-1]:
+            meta, path = line.split(b"\t", 1)
+            mode, _, oid = meta.decode().split()
+            out[os.fsdecode(path)] = (mode, oid)
+        return out
+
+    def write(self, data: bytes) -> str:
+        return self.out("hash-object", "-w", "--stdin", data=data)
+
+    def tree_with(self, treeish: str, changes: dict[str, Entry | None]) -> str:
+        """The tree with some paths set, or removed (None). Asserts that it came out so: a lost removal would bring deleted files back."""
+        if not changes:
+            return self.out("rev-parse", f"{treeish}^{{tree}}")
+        with tempfile.TemporaryDirectory() as folder:
+            env = {"GIT_INDEX_FILE": f"{folder}/index"}
+            self.run("read-tree", treeish, env=env)
+            gone = "".join(f"0 {'0' * 40}\t{p}\0" for p in changes)  # first all away: a file may become a folder
+            lines = gone + "".join(f"{e[0]} {e[1]}\t{p}\0" for p, e in changes.items() if e)
+            self.run("update-index", "-z", "--index-info", data=os.fsencode(lines), env=env)
+            made = self.out("write-tree", env=env)
+        got = self.tree(made)
+        wrong = [p for p, e in changes.items() if got.get(p) != e]
+        if wrong:
+            raise ForksyncError(f"{self.path}: git did not write {wrong[0]} as asked", "a file and a folder of one name?", SAFETY)
+        return made
+
+    def commit_tree(self, tree: str, parents: list[str], message: str, env: dict[str, str] | None = None) -> str:
+        return self.out("commit-tree", tree, *(x for p in parents for x in ("-p", p)), "-F", "-", data=os.fsencode(message), env=env)
+
+    def worktree_tree(self) -> str:
+        """Tree of the work tree as it is, new files that git does not ignore included; the index stays as it is."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy, index = Path(folder, "index"), Path(self.path, self.out("rev-parse", "--git-path", "index"))
+            if index.exists():
+                copy.write_bytes(index.read_bytes())
+            env = {"GIT_INDEX_FILE": str(copy)}
+            self.run("add", "-A", env=env)
+            return self.out("write-tree", env=env)
+
+
+def opened(path: str | Path, what: str) -> Git:
+    """The repository at a path. Raises: ForksyncError (7) where there is none, or git is too old."""
+    git = Git(path)
+    if not Path(path).is_dir() or git.run("rev-parse", "--git-dir", ok=(0, 128))[0]:
+        raise ForksyncError(f"{path} is no git repository ({what})", "give the path of a clone", ENVIRONMENT)
+    version = git.out("version").split()[2]
+    if tuple(int(x) for x in version.split(".")[:2]) < (2, 38):
+        raise ForksyncError(f"git {version} is too old", "forksync needs git >= 2.38 for merges without a work tree", ENVIRONMENT)
+    return git
