@@ -116,6 +116,7 @@ class Entry(Strict):
     upstream: str = ""
     watch: list[str] = []
     pin: str = ""
+    replaces: str = ""  # of a proposal: the id of the entry that it would replace
     old: list[str] = []
     new: list[str] = []
 

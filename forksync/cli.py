@@ -143,7 +143,7 @@ def mirror(p: Pair, args: argparse.Namespace) -> int:
     end = p.upstream.commit(args.to) if args.to else fetched(p)
     chain = p.chain
     made = chain.build(start, end)
-    again = p.chain.build(start, end, "refs/forksync/check") if args.check else made
+    again = p.chain.build(next(iter(chain.commits)), end, "refs/forksync/check") if args.check else made
     if args.check:
         p.fork.run("update-ref", "-d", "refs/forksync/check")
     print(f"refs/forksync/mirror: {len(chain.commits)} commits, {made}" + (", reproduced" if args.check and again == made else ""))

@@ -169,6 +169,8 @@ def guarded(base: Base, git: Git, mirror: str, reply: Reply, allowed: list[str],
         if (fault := unparsable(p, text)) and not unparsable(p, was):
             raise Refused(f"{p}: {fault}")
     tree = git.tree_with("HEAD", {p: (head[p][0], git.write(d)) for p, d in data.items()})
+    if files and tree == git.out("rev-parse", "HEAD^{tree}"):
+        raise Refused("the edit changes nothing")
     after = check(base, git, mirror, tree)
     worse = [p for p, n in lints(base, git, git.tree(tree)).items() if n > before.lints.get(p, 0)]
     if worse:
@@ -176,7 +178,7 @@ def guarded(base: Base, git: Git, mirror: str, reply: Reply, allowed: list[str],
     held = {fp for path, fp in before.held if path in files}
     for f in after.findings:
         gone = [e for e in base.active(f.path) if e.id == f.id and e.fp in held]
-        if gone and f.kind in ("lost", "edited", "converged"):
+        if gone and f.kind in ("lost", "edited", "superseded", "converged"):
             raise ForksyncError(f"a fixer's edit would lose {gone[0].id} in {f.place}: {f.text}", "nothing was written; take that fixer out", SAFETY)
     return tree, data, after
 
@@ -222,7 +224,7 @@ def round_of(p: Pair, run: Run, result: Result, log: str = "") -> list[str]:
                 made, files, after = guarded(base, tree, base.lock.mirror_tree, reply, allowed, item, result)
                 proposed = _proposals(base, reply, after, allowed)
             except (Refused, ValidationError) as e:
-                item.note = f"{name}: {str(e).splitlines()[0]}"
+                item.note = f"{name}: {e.errors()[0]['msg'] if isinstance(e, ValidationError) else e}"
                 said.append(f"{item.id} {item.path}: {item.note}")
                 continue
             before = tree.out("rev-parse", "HEAD^{tree}")
@@ -249,14 +251,14 @@ def _outside(p: Pair, tree: Git) -> tuple[str, ...]:
 def _proposals(base: Base, reply: Reply, after: Result, allowed: list[str]) -> list[str]:
     """Put a fixer's proposals into the ledger; a person signs them or doesn't. Raises: Refused for a fingerprint that is no open finding."""
     hunks = {h.fp: h for h in after.hunks if h.path in allowed}
-    open_ = {f.fp for f in after.findings}
+    open_ = {f.fp: f.id for f in after.findings}
     for s in reply.propose_sign:
         if s.fp not in hunks or s.fp not in open_:
             raise Refused(f"proposes to sign {s.fp}, which is no open difference here")
     for s in reply.propose_sign:
         h = hunks[s.fp]
         file = base.ledger.setdefault(h.path, knowledge.Ledgered())
-        file.d.append(knowledge.entry(h, sum(x.fp == h.fp for x in hunks.values()), reason=s.reason))
+        file.d.append(knowledge.entry(h, sum(x.fp == h.fp for x in hunks.values()), reason=s.reason, replaces=open_[s.fp]))
     return sorted({hunks[s.fp].path for s in reply.propose_sign})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import difflib
 import hashlib
 import re
 from collections import Counter, defaultdict
@@ -10,13 +11,14 @@ from dataclasses import dataclass, field
 
 from forksync.base import FOLDER, Base, Entry, Ledgered, restored
 from forksync.git import SAFETY, UNSIGNED, ForksyncError, Git, Tree
-from forksync.hunks import Hunk, bag, between, lines, replays
+from forksync.hunks import Hunk, Lines, bag, between, lines, replays
 from forksync.table import matches
 
 MEANING = {  # kind of finding -> what it says; those of RED make the gate fail
     "lost": "a signed edit is gone from the fork",
     "new": "differs from the mirror, and nobody signed it",
     "edited": "a signed edit was changed after it was signed",
+    "superseded": "upstream changed the lines of a signed edit, and the fork took upstream's: retire the entry, or bring it back",
     "stale": "upstream changed the lines below a signed edit",
     "regrouped": "the same lines as signed, but in another order or grouping",
     "moved": "signed edits in a file that otherwise changed: moved or reordered lines",
@@ -125,7 +127,8 @@ def _path(base: Base, sides: Sides, path: str, hunks: list[Hunk], today: datetim
         if left.get(h.fp, -1) < 0:
             extra.append(h)
             left[h.fp] = left.get(h.fp, 0) + (h.fp in left)
-    missing = [e for e in entries if left[e.fp] > 0]
+    answered = {e.replaces for e in entries if e.status == "proposed" and e.replaces}
+    missing = [e for e in entries if left[e.fp] > 0 and e.id not in answered]
     text = [e for e in entries if not e.kind.startswith("file-") and e.kind not in ("mode", "binary")]
     if missing and all(e in text for e in missing) and path in sides.mirror and path in sides.fork:
         order = [(restored(e.old), restored(e.new)) for e in text for _ in range(e.count)]
@@ -184,7 +187,7 @@ def fate(e: Entry, extra: list[Hunk], sides: Sides, path: str) -> tuple[str, Hun
     best, score = None, 0.0
     mine = bag(old, new)
     for h in extra:
-        shared = (mine & bag(h.old, h.new)).total() / max(1, mine.total())
+        shared = max((mine & bag(h.old, h.new)).total() / max(1, mine.total()), min(alike(old, h.old), alike(new, h.new)) - 0.1)
         if shared > score:
             best, score = h, shared
     if best and new and contains(best.new, new) and score > 0:
@@ -194,7 +197,12 @@ def fate(e: Entry, extra: list[Hunk], sides: Sides, path: str) -> tuple[str, Hun
     fork, mirror = sides.lines(sides.fork, path), sides.lines(sides.mirror, path)
     if path in sides.fork and contains(fork, new) and contains(mirror, new) and not (not new and contains(fork, old)):
         return "converged", None
-    return "lost", None
+    return ("superseded" if old and mirror and not contains(mirror, old) else "lost"), None
+
+
+def alike(a: Lines, b: Lines) -> float:
+    """Share of words in common, in order: 0 .. 1."""
+    return difflib.SequenceMatcher(None, re.findall(r"\w+|\S", " ".join(a)), re.findall(r"\w+|\S", " ".join(b)), autojunk=True).ratio()
 
 
 def _side(entry: tuple[str, str], kind: str) -> tuple[str, ...]:
@@ -265,8 +273,10 @@ def first_line(text: tuple[str, ...] | list[str]) -> str:
 
 
 def summary(h: Hunk) -> str:
-    if h.kind.startswith("file-") or h.kind in ("mode", "binary"):
-        return {"file-only-fork": "a file that only the fork has", "file-dropped": "the fork lacks this file"}.get(h.kind, f"{h.kind}: {h.old[0]} -> {h.new[0]}")
+    if h.kind.startswith("file-"):
+        return "a file that only the fork has" if h.kind == "file-only-fork" else "the fork lacks this file"
+    if h.kind in ("mode", "binary"):
+        return f"{h.kind}: {h.old[0]} -> {h.new[0]}"
     return f"+{len(h.new)} -{len(h.old)}: {first_line(h.new or h.old)}"
 
 

@@ -122,7 +122,7 @@ def sign(base: Base, git: Git, mirror: str, fork: str, wanted: list[str], by: st
         if not str(said.get("reason", "")).strip():
             raise ForksyncError(f"{h.place}: a sign-off needs a --reason", "say why the fork differs, for whoever reads it in a year")
         made = knowledge.entry(h, sum(x.fp == h.fp and x.path == h.path for x in result.hunks), **said)
-        file.d = [e for e in file.d if e is not old and e.fp != h.fp] + [made]
+        file.d = [e for e in file.d if e is not old and e.fp != h.fp and not (old and e.id == old.replaces)] + [made]
         signed.append((h.path, made))
     if not signed:
         raise ForksyncError(f"nothing unsigned fits {' '.join(wanted)}", "`forksync check` lists what is open; give ids, paths or globs")

@@ -348,7 +348,7 @@ def sync(p: Pair, to: str = "", anew: bool = False) -> tuple[Plan, Run, Result]:
     after = check(base, p.fork, base.lock.mirror_tree, made.merged.tree)
     conflicts = {i.path for i in made.merged.items if i.blocks}
     held = {fp for path, fp in before.held if path not in conflicts}
-    lost = [f for f in after.findings if f.kind == "lost" and f.fp in held]
+    lost = [f for f in after.findings if f.kind in ("lost", "superseded") and f.fp in held]
     if lost:
         p.fork.run("worktree", "remove", "--force", str(place))
         p.fork.run("branch", "-q", "-D", branch)

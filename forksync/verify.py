@@ -209,6 +209,8 @@ def code_tree(run: Run) -> str:
 def loop(p: Pair, run: Run, tell: Callable[[str], None]) -> tuple[int, str, Result, list[Verdict]]:
     """Compare, fix, run, measure until the error is 0. Returns exit code, the reason to stop, and the last measures."""
     limits, begun, stalled = p.base.config.loop, time.monotonic(), 0
+    for item in run.items:
+        item.attempts = 0
     result, verdicts, error = measure(p, run)
     run.errors, run.trees = [error], [code_tree(run)]
     for n in range(1, limits.max_iterations + 1):

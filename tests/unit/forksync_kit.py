@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,7 @@ def make_fork(where: Path, upstream: Path) -> Path:
     """The fork's tree: translated by hand (sed), then edited in its own way."""
     where.mkdir(parents=True)
     git(where, "init", "-q", "-b", "main")
-    for name in git(upstream, "ls-files", "-z").split("\0")[:-1] if False else sorted(os.fsdecode(p.relative_to(upstream)) for p in upstream.rglob("*")):
+    for name in sorted(os.fsdecode(p.relative_to(upstream)) for p in upstream.rglob("*")):
         source = upstream / name
         if name.startswith(".git") or (source.is_dir() and not source.is_symlink()):
             continue
@@ -173,6 +174,12 @@ def made(folder: Path, edits: bool = True) -> tuple[Path, Path]:
     return upstream, fork
 
 
+def copied(template: Path, folder: Path) -> tuple[Path, Path]:
+    """A copy of a pair that `made` has made."""
+    shutil.copytree(template, folder, symlinks=True, dirs_exist_ok=True)
+    return folder / "acorn", folder / "birch"
+
+
 def run(fork: Path, *args: str) -> int:
     return cli.main(["-C", str(fork), *args])
 
@@ -185,7 +192,7 @@ def sign_all(fork: Path) -> None:
 def configure(fork: Path, text: str) -> None:
     """Add to config.toml, the fixers of which give way."""
     file = fork / ".forksync/config.toml"
-    file.write_text(file.read_text().split("[[fixer]]")[0] + text)
+    file.write_text(file.read_text().split("# kit\n")[0].split("[[fixer]]")[0] + "# kit\n" + text)
     commit(fork, "configure")
 
 
