@@ -156,7 +156,7 @@ def _path(base: Base, sides: Sides, path: str, hunks: list[Hunk], today: datetim
             result.findings += [Finding("regrouped", path, "same lines as signed", h.new_at, missing[0].id, h.fp) for h in extra]
             return
     for e in missing:
-        kind, h = fate(e, extra, sides, path)
+        kind, h = fate(e, extra, sides, path, base.ledger[path].mirror)
         if h:
             extra.remove(h)
         if e.baseline:
@@ -172,7 +172,7 @@ def _path(base: Base, sides: Sides, path: str, hunks: list[Hunk], today: datetim
     result.findings += [Finding("new", path, summary(h), h.new_at, f"S-{h.fp[:8]}", h.fp) for h in extra]
 
 
-def fate(e: Entry, extra: list[Hunk], sides: Sides, path: str) -> tuple[str, Hunk | None]:
+def fate(e: Entry, extra: list[Hunk], sides: Sides, path: str, mirror_then: str) -> tuple[str, Hunk | None]:
     """What became of an entry that the diff no longer has, and the hunk that stands in its place."""
     old, new = restored(e.old), restored(e.new)
     if e.kind == "file-dropped":
@@ -195,6 +195,8 @@ def fate(e: Entry, extra: list[Hunk], sides: Sides, path: str) -> tuple[str, Hun
     if best and score >= 0.5:
         return "edited", best
     fork, mirror = sides.lines(sides.fork, path), sides.lines(sides.mirror, path)
+    if content_id(mirror) == mirror_then:
+        return "lost", None  # upstream did nothing here, so it was the fork
     if path in sides.fork and contains(fork, new) and contains(mirror, new) and not (not new and contains(fork, old)):
         return "converged", None
     return ("superseded" if old and mirror and not contains(mirror, old) else "lost"), None

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from forksync import base as knowledge
-from forksync.base import FOLDER, Base
+from forksync.base import FOLDER, Base, Ledgered, restored
 from forksync.gate import Result, Sides, check, refreshed
 from forksync.git import ENVIRONMENT, SAFETY, Entry, ForksyncError, Git, Tree, opened
+from forksync.hunks import fingerprint
 from forksync.mirror import Chain
 
 MARK = 57  # width of conflict markers: no text has such lines
@@ -345,6 +346,7 @@ def sync(p: Pair, to: str = "", anew: bool = False) -> tuple[Plan, Run, Result]:
     tree.run("read-tree", "-u", "--reset", made.merged.tree)
     base = knowledge.read(place)
     base.lock.upstream_commit, base.lock.mirror_tree = made.new, p.fork.out("rev-parse", f"{made.new_mirror}^{{tree}}")
+    moved = follow(base, p.fork, made.old_mirror, made.new_mirror, made.merged.tree)
     after = check(base, p.fork, base.lock.mirror_tree, made.merged.tree)
     conflicts = {i.path for i in made.merged.items if i.blocks}
     held = {fp for path, fp in before.held if path not in conflicts}
@@ -354,12 +356,28 @@ def sync(p: Pair, to: str = "", anew: bool = False) -> tuple[Plan, Run, Result]:
         p.fork.run("branch", "-q", "-D", branch)
         raise ForksyncError(f"the merge would lose {lost[0].id} in {lost[0].place}: {lost[0].text}", "sync to an earlier commit with --to, and look at it", SAFETY)
     refresh_whole(base, p.fork, base.lock.mirror_tree, made.merged.tree, after)
-    base.log("sync", "forksync", old=made.old, new=made.new, before=made.fork, tree=made.merged.tree)
+    base.log("sync", "forksync", old=made.old, new=made.new, before=made.fork, tree=made.merged.tree, signs=moved)
     base.save(everything=True)
     commit_all(tree, f"sync: upstream {made.old[:10]}..{made.new[:10]}, mechanical part\n\n{made.commits} commits; conflicts keep the fork's side.\n")
     run = Run(branch, str(place), made.fork, made.old, made.new, made.merged.items)
     run.save(p.state())
     return made, run, after
+
+
+def follow(base: Base, git: Git, old: str, new: str, tree: str) -> list[list[str]]:
+    """Let the ledger follow upstream's renames, where the merge took the fork's edits along: same text, other path. Returns [path, fingerprint]
+    of the signed entries, for the audit."""
+    rows = git.run("diff-tree", "-r", "-z", "-M", "--diff-filter=R", "--name-status", old, new)[1].decode("utf-8", "surrogateescape").split("\0")
+    final, signs = git.tree(tree), []
+    for a, b in zip(rows[1::3], rows[2::3]):
+        if a in base.ledger and a not in final and b in final:
+            entries, base.ledger[a] = base.ledger[a].d, Ledgered()
+            for e in entries:
+                e.fp = fingerprint(b, e.kind, restored(e.old), restored(e.new))
+                e.id = f"S-{e.fp[:8]}"
+                signs += [[b, e.fp]] if e.status == "signed" else []
+            base.ledger.setdefault(b, Ledgered()).d += entries
+    return signs
 
 
 def refresh_whole(base: Base, git: Git, mirror: str, fork: str, result: Result) -> None:
