@@ -23,7 +23,7 @@ from forksync.hunks import Hunk, between, lines
 from forksync.mirror import Chain
 from forksync.people import add, best_commit
 from forksync.sync import Merged, follow, merge
-from forksync.table import Rule, Table, TableFile, load, matches, renames
+from forksync.table import Rule, Table, TableFile, load, matches, read, renames
 
 FORK_POINT, W2, W3, W4 = "44d29ee", "a897e1f", "680824d", "41014d1f"  # slime: the team's mirror, syncs #286 and #343, one after them
 SYNC2, SYNC3, NEWEST = "d16d1dc", "8d8f255", "c0ed6d8"  # vime: #286, #343, main
@@ -217,7 +217,7 @@ def main() -> int:
     row("A8", "yes", f"train_actor.py guard: {len(guard)} hunk(s), *_TEST_ENABLE_EVAL: {len(left)}; baseline {result.baseline} in {len({h.path for h in hunks})} files, gate 1 {took:.2f} s, exit {result.code}", bool(guard and left and not result.code))
 
     if args.miles:
-        miles, plain = opened(args.miles, "--miles"), Table(renames("slime", "miles"))
+        miles, plain = opened(args.miles, "--miles"), read(renames("slime", "miles"))
         for begin, end in (("2025-10-12", "2025-11-01"), ("2025-12-01", "2026-01-01")):
             fork = miles.out("rev-list", "-1", "--first-parent", f"--before={begin}T00:00:00Z", "main")
             tip = work.upstream.out("rev-list", "-1", "--first-parent", f"--before={end}T00:00:00Z", "main")

@@ -14,6 +14,7 @@ from typing import Any
 
 from forksync import base as knowledge
 from forksync import people, report
+from forksync.base import FOLDER
 from forksync.fix import round_of
 from forksync.gate import Result, check
 from forksync.git import GATE, OPEN, ForksyncError, Git
@@ -235,8 +236,8 @@ def differences(p: Pair, args: argparse.Namespace, result: Result, tree: str) ->
 
 def learned(p: Pair, args: argparse.Namespace, result: Result, tree: str) -> int:
     words: Counter[str] = Counter()
-    for _, (mode, oid) in p.fork.tree(tree).items():
-        if mode != "160000" and b"\0" not in (data := p.fork.read(oid) or b""):
+    for path, (mode, oid) in p.fork.tree(tree).items():
+        if mode != "160000" and not path.startswith(f"{FOLDER}/") and b"\0" not in (data := p.fork.read(oid) or b""):
             words.update(re.findall(r"--[\w-]+|\w+", data.decode("utf-8", "replace")))
     rules = people.learn(between(p.fork, p.mirror_tree(), tree), words, args.least)
     for old, new, n, share in rules:

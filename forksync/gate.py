@@ -160,7 +160,7 @@ def _path(base: Base, sides: Sides, path: str, hunks: list[Hunk], today: datetim
         if h:
             extra.remove(h)
         if e.baseline:
-            result.fell += 1
+            result.fell += not h
             result.baseline += e.count if h else 0
             if h and kind == "edited":
                 result.findings.append(Finding("new", path, "a baseline difference was edited", h.new_at, e.id, h.fp))

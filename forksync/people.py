@@ -18,7 +18,7 @@ from forksync.hunks import Hunk, between
 from forksync.mirror import Chain
 from forksync.sync import Pair as Sides2
 from forksync.sync import refresh_whole, touching
-from forksync.table import Table, TableFile, load, renames
+from forksync.table import load, read, renames
 
 
 def best_commit(chain: Chain, tip: str, fork: str, last: int) -> tuple[str, dict[str, str]]:
@@ -54,15 +54,15 @@ def init(root: Path, upstream: str, ref: str, branch: str, table: str, rename: s
     source, name = (opened(Path(root, upstream), "upstream"), ref) if Path(root, upstream).is_dir() else (fork, "refs/forksync/upstream")
     if rename and "=" not in rename:
         raise ForksyncError(f"--rename {rename!r} is not UPSTREAM=FORK", "for example --rename slime=vime")
-    data = load(Path(table)).data if table else renames(*rename.split("=", 1)) if rename else TableFile()
-    chain = Chain(fork, source, Table(data))
+    text = Path(table).read_text("utf-8") if table else renames(*rename.split("=", 1)) if rename else ""
+    chain = Chain(fork, source, read(text, table or "translation.toml"))
     tip, tree = source.commit(name), fork.worktree_tree()
     commit, frozen = (source.commit(at), {}) if at else best_commit(chain, tip, tree, last)
     mirror = chain.build(commit, tip) and fork.out("rev-parse", f"{chain.commits[commit]}^{{tree}}")
     folder.mkdir()
     config = Config(pair=Pair(upstream=upstream, ref=ref, branch=branch))
     (folder / "config.toml").write_text(tomli_w.dumps({"pair": config.pair.model_dump()}) + CONFIG, "utf-8")
-    (folder / "translation.toml").write_text(Path(table).read_text("utf-8") if table else tomli_w.dumps(data.model_dump(by_alias=True, exclude_defaults=True)), "utf-8")
+    (folder / "translation.toml").write_text(text, "utf-8")
     (folder / ".gitattributes").write_text("audit.jsonl merge=union\n")
     base = Base(root, config, load(folder / "translation.toml"), Lock(upstream_commit=commit, mirror_tree=mirror, table_sha=chain.table.sha), {}, [])
     add(base, between(fork, mirror, tree), "baseline", frozen)

@@ -272,8 +272,8 @@ def _to_review(p: Pair, merged: Merged, before: Tree, after: Tree, fork: str, ne
             texts.append((path, [x.decode("utf-8", "replace") for x in data.split(b"\n") if x not in old]))
     if p.base.config.lint.vocabulary == "auto" and texts:
         used: set[str] = set()
-        for _, (mode, oid) in mine.items():
-            if mode != "160000" and b"\0" not in (data := p.fork.read(oid) or b""):
+        for path, (mode, oid) in mine.items():
+            if mode != "160000" and not path.startswith(f"{FOLDER}/") and b"\0" not in (data := p.fork.read(oid) or b""):
                 used |= set(words.findall(data.decode("utf-8", "replace")))
         known = p.base.root / p.base.config.lint.known
         used |= set(known.read_text("utf-8").split()) if p.base.config.lint.known else set()

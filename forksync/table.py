@@ -221,9 +221,24 @@ def load(path: Path) -> Table:
     return Table(parsed(TableFile, load_toml(path), path), path)
 
 
-def renames(upstream: str, fork: str) -> TableFile:
-    """A first table for a plain renaming: both names in paths, and in text as lower, Capital and UPPER case."""
+RENAMES = """# Upstream's names -> the fork's. Rules run in order, on what the earlier ones made; docs/forksync.md has the other kinds.
+[[path]]
+from = 'UP'
+to = 'FORK'
+
+[[protect]]
+pattern = 'https?://github\\.com/[\\w.-]+/UP/(?:pull|issues|commit)/[\\w./#-]+'
+why = "links to upstream's discussions stay valid"
+"""
+
+
+def renames(upstream: str, fork: str) -> str:
+    """A first translation.toml for a plain renaming: both names in paths, and in text as lower, Capital and UPPER case."""
     forms = dict.fromkeys((a, b) for a, b in zip((upstream, upstream.capitalize(), upstream.upper()), (fork, fork.capitalize(), fork.upper())))
-    rules = [Rule(kind="literal", source=a, to=b) for a, b in forms]
-    links = Protect(pattern=rf"https?://github\.com/[\w.-]+/{re.escape(upstream)}/(?:pull|issues|commit)/[\w./#-]+", why="links to upstream's discussions stay valid")
-    return TableFile(path=[PathRule(source=re.escape(upstream), to=fork)], protect=[links], rule=rules, example=[Example(source=f"import {upstream}\n", out=f"import {fork}\n")])
+    rules = "".join(f"\n[[rule]]\nfrom = '{a}'\nto = '{b}'\n" for a, b in forms)
+    example = f'\n[[example]]\nin = "import {upstream}\\n"\nout = "import {fork}\\n"\n'
+    return RENAMES.replace("UP", re.escape(upstream)).replace("FORK", fork) + rules + example
+
+
+def read(text: str, where: Path | str = "translation.toml") -> Table:
+    return Table(parsed(TableFile, tomllib.loads(text), where), where)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -72,8 +73,9 @@ def judged(p: Pair, gate: Gate, root: Path, tree: str) -> Verdict:
                 return failed(f"{'upstream' if side is theirs else 'fork'}, seed {seed}: {code}", log=log)
             side.append(out)
     if gate.judge:
-        names = {"{fork}": shlex.join(map(str, mine)), "{upstream}": shlex.join(map(str, theirs)), "{python}": shlex.quote(sys.executable)}
-        code, stdout, err = shell(filled(gate.judge, names), root, gate.timeout_s)
+        sides = {"fork": mine, "upstream": theirs}
+        command = re.sub(r"\{(fork|upstream)(/[^}]*)?\}", lambda m: shlex.join(f"{x}{m[2] or ''}" for x in sides[m[1]]), gate.judge)
+        code, stdout, err = shell(command.replace("{python}", shlex.quote(sys.executable)), root, gate.timeout_s)
         if gate.judge_key and code in ("", "exit code 1"):
             try:
                 value: Any = json.loads(stdout.strip().splitlines()[-1])

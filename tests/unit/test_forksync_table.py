@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forksync.git import ForksyncError
-from forksync.table import PathRule, Protect, Rule, Table, TableFile, needles, renames
+from forksync.table import PathRule, Protect, Rule, Table, TableFile, needles, read, renames
 
 ENGINE = TableFile(
     path=[PathRule(source="slate", to="vane")],
@@ -81,7 +81,7 @@ def test_a_table_that_feeds_itself_is_refused():
 
 
 def test_plain_renaming_and_its_example():
-    table = Table(renames("slate", "vane"))
+    table = read(renames("slate", "vane"))
     assert table.text("Slate SLATE slate https://github.com/x/slate/pull/3", "a") == "Vane VANE vane https://github.com/x/slate/pull/3"
     assert table.failing_examples() == []
     table.data.example[0].out = "import vain\n"
