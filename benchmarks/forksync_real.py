@@ -23,7 +23,7 @@ from forksync.hunks import Hunk, between, lines
 from forksync.mirror import Chain
 from forksync.people import add, best_commit
 from forksync.sync import Merged, follow, merge
-from forksync.table import Rule, Table, TableFile, load, matches, read, renames
+from forksync.table import Rule, Table, TableFile, load, matches, parsed, renames
 
 FORK_POINT, W2, W3, W4 = "44d29ee", "a897e1f", "680824d", "41014d1f"  # slime: the team's mirror, syncs #286 and #343, one after them
 SYNC2, SYNC3, NEWEST = "d16d1dc", "8d8f255", "c0ed6d8"  # vime: #286, #343, main
@@ -82,8 +82,7 @@ def produced(git: Git, pre: str, post: str, made: str) -> tuple[int, int]:
     a, b, c = git.tree(pre), git.tree(post), git.tree(made)
 
     def count(tree: dict[str, tuple[str, str]], path: str) -> Counter[str]:
-        data = git.read(tree[path][1]) if path in tree and tree[path][0] != "160000" else b""
-        return Counter() if data is None or b"\0" in data else Counter(lines(data))
+        return Counter(lines(git.text(tree.get(path)) or ""))
 
     total = hit = 0
     for path in b:
@@ -136,7 +135,7 @@ def main() -> int:
     temporary = tempfile.TemporaryDirectory()
     folder = args.work or Path(temporary.name)
     work = Work(folder / "work.git", args.upstream, [c for c in (args.fork, args.mirrored, args.miles) if c])
-    git, table = work.git, load(args.table)
+    git, table = work.git, Table(load(TableFile, args.table))
 
     begun = time.time()
     work.chain(table).build(work.at(W3), work.at(W3), "refs/forksync/one")
@@ -150,7 +149,7 @@ def main() -> int:
         one <= 2 and whole <= 10 and tip == again)  # fmt: skip
     if args.mirrored:
         literals = [("SGLang", "vLLM"), ("Sglang", "Vllm"), ("sglang", "vllm"), ("SGLANG", "VLLM"), ("slime", "vime"), ("Slime", "Vime"), ("SLIME", "VIME")]
-        naive = Table(TableFile(path=load(args.table).data.path, rule=[Rule(source=a, to=b) for a, b in literals]))
+        naive = Table(TableFile(path=table.data.path, rule=[Rule(source=a, to=b) for a, b in literals]))
         mine = git.tree(work.chain(naive).build(work.at(FORK_POINT), work.at(FORK_POINT), "refs/forksync/naive"))
         theirs = opened(args.mirrored, "--mirrored")
         found = [r for r in theirs.out("for-each-ref", "--format=%(refname)").splitlines() if "as-vime" in r]
@@ -181,7 +180,7 @@ def main() -> int:
     lost_all = 0
     for name, (old, new, pre, _), least in (("W2", windows["W2"], 60), ("W3", windows["W3"], 72), ("W4b", (W3, "main", NEWEST, ""), 65)):
         commits = chain.path(work.at(old), work.at(new))
-        auto, lost, took = stepwise(work, table, commits, work.at(old), git.out("rev-parse", f"{pre}^{{tree}}"), folder)
+        auto, lost, took = stepwise(work, table, commits, work.at(old), git.tree_of(pre), folder)
         lost_all += lost
         row(f"A6 {name}", f">= {least} %", f"{100 * auto / len(commits):.1f} % of {len(commits)} steps automatic ({1000 * took / len(commits):.0f} ms a step, two gate checks and ledger included)", 100 * auto / len(commits) >= least)
 
@@ -197,7 +196,7 @@ def main() -> int:
         for f in drift[:5]:
             print("   false drift:", name, f.kind, f.place, f.text)
         false, old_hunks = false + len(drift), old_hunks + len(after.hunks)
-    mirror, tree = chain.commits[work.at(W2)], git.out("rev-parse", f"{SYNC2}^{{tree}}")
+    mirror, tree = chain.commits[work.at(W2)], git.tree_of(SYNC2)
     base = signed_base(git, table, mirror, tree, folder)
     seen, injected, reverted, alarms = injections(git, base, mirror, tree)
     rate = 100 * false / old_hunks
@@ -217,12 +216,12 @@ def main() -> int:
     row("A8", "yes", f"train_actor.py guard: {len(guard)} hunk(s), *_TEST_ENABLE_EVAL: {len(left)}; baseline {result.baseline} in {len({h.path for h in hunks})} files, gate 1 {took:.2f} s, exit {result.code}", bool(guard and left and not result.code))
 
     if args.miles:
-        miles, plain = opened(args.miles, "--miles"), read(renames("slime", "miles"))
+        miles, plain = opened(args.miles, "--miles"), Table(parsed(TableFile, renames("slime", "miles"), "renames"))
         for begin, end in (("2025-10-12", "2025-11-01"), ("2025-12-01", "2026-01-01")):
             fork = miles.out("rev-list", "-1", "--first-parent", f"--before={begin}T00:00:00Z", "main")
             tip = work.upstream.out("rev-list", "-1", "--first-parent", f"--before={end}T00:00:00Z", "main")
             near = work.upstream.out("rev-list", "-1", "--first-parent", f"--before={begin}T00:00:00Z", "main")
-            tree = git.out("rev-parse", f"{fork}^{{tree}}")
+            tree = git.tree_of(fork)
             start, _ = best_commit(work.chain(plain), near, tree, 60)
             steps = work.chain(plain).path(start, tip)
             git.run("update-ref", "-d", "refs/forksync/mirror")
@@ -237,9 +236,9 @@ def main() -> int:
     items = [i for i in results["W3"].items if i.kind in ("content", "both-added")]
     took_ours = agreed = replayed = proposals = 0
     for i in items:
-        end = (git.read(final[i.path][1]) or b"").decode() if i.path in final else ""
+        end = git.text(final.get(i.path)) or ""
         took_ours += "".join(i.ours) in end
-        reply = by_rules(i, base.active(i.path), (git.read(text[i.path][1]) or b"").decode())
+        reply = by_rules(i, base.active(i.path), git.text(text[i.path]) or "")
         replayed += bool(reply.edits)
         agreed += bool(reply.edits) and all(e.new in end for e in reply.edits)
         proposals += i.proposal is not None
@@ -260,13 +259,13 @@ def injections(git: Git, base: Base, mirror: str, tree: str) -> tuple[int, int, 
     for turn in range(2):
         changes: dict[str, tuple[str, str] | None] = {}
         for path in by_path:
-            text = (git.read(files[path][1]) or b"").decode("utf-8", "surrogateescape").split("\n")
+            text = (git.text(files[path]) or "").split("\n")
             inside = [n for h in by_path[path] for n in range(h.new_at - 1, h.new_at - 1 + len(h.new)) if h.new]
             at = rng.choice(inside) if turn and inside else rng.randrange(max(1, len(text) - 1))
             how = rng.randrange(4)
             text[at : at + 1] = [[" " + text[at]], [text[at] + "x"], [], [text[at], "new line"]][how]
-            changes[path] = (files[path][0], git.write("\n".join(text).encode("utf-8", "surrogateescape")))
-            if lines("\n".join(text).encode("utf-8", "surrogateescape")) == lines(git.read(files[path][1]) or b""):
+            changes[path] = (files[path][0], git.write("\n".join(text)))
+            if lines("\n".join(text)) == lines(git.text(files[path]) or ""):
                 del changes[path]  # a blank at the end of an empty line
         red = {f.path for f in check(base, git, mirror, git.tree_with(tree, changes), lint=False).findings}
         seen, made = seen + len(red & changes.keys()), made + len(changes)
@@ -277,10 +276,10 @@ def injections(git: Git, base: Base, mirror: str, tree: str) -> tuple[int, int, 
         for path, some in by_path.items():
             if turn < len(some) and undone + len(changes) < 400:
                 h = some[turn]
-                text = (git.read(files[path][1]) or b"").decode("utf-8", "surrogateescape").split("\n")
+                text = (git.text(files[path]) or "").split("\n")
                 start = h.new_at - 1 if h.new else h.new_at
                 text[start : start + len(h.new)] = h.old
-                changes[path] = (files[path][0], git.write("\n".join(text).encode("utf-8", "surrogateescape")))
+                changes[path] = (files[path][0], git.write("\n".join(text)))
         result = check(base, git, mirror, git.tree_with(tree, changes), lint=False)
         red = {f.path for f in result.findings if f.kind == "lost"}
         for path in sorted(changes.keys() - red)[:3]:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field
 
-from forksync.git import DIFF, ForksyncError
-from forksync.hunks import Hunk, fingerprint
-from forksync.table import Strict, Table, load, load_toml, matches, parsed
+from forksync.git import ForksyncError
+from forksync.hunks import DIFF, Hunk, fingerprint
+from forksync.table import Strict, Table, TableFile, load, matches
 
 FOLDER = ".forksync"
 TOOL = "1"  # format of lock, ledger and fingerprints
@@ -38,7 +38,7 @@ class Policy(Strict):
 class Lint(Strict):
     forbidden: list[str] = []
     vocabulary: Literal["auto", "off"] = "auto"
-    known: str = ""  # a file of names that are fine, one a line
+    known: str = ""  # a file of names that are fine
 
 
 class Metric(Strict):
@@ -70,10 +70,10 @@ class Fixer(Strict):
 
 
 class Guard(Strict):
+    """What fixers may not write, over and above what does not belong to their item."""
+
     tests: list[str] = ["tests/*", "*/tests/*", "test_*", "*/test_*", "conftest.py", "*/conftest.py"]
-    protected: list[str] = [
-        ".forksync/*", ".git*", ".github/*", ".gitlab-ci.yml", ".buildkite/*", ".circleci/*", ".pre-commit-config.yaml", "Jenkinsfile", "Makefile", "pytest.ini", "tox.ini",
-    ]  # fmt: skip
+    protected: list[str] = [f"{FOLDER}*", ".git*", ".buildkite/*", ".circleci/*", ".pre-commit-config.yaml", "Jenkinsfile", "Makefile", "pytest.ini", "tox.ini"]
     max_lines: int = 400
 
 
@@ -94,9 +94,9 @@ class Config(Strict):
     guard: Guard = Guard()
     loop: Loop = Loop()
 
-    def policy_of(self, path: str) -> Policy:
-        """The first policy whose glob fits the fork's path."""
-        return next((p for p in self.policy if matches(path, p.glob)), Policy(glob="*", mode="mirror"))
+    def mode(self, path: str) -> str:
+        """Policy of a fork's path: the first whose glob fits."""
+        return next((p.mode for p in self.policy if matches(path, p.glob)), "mirror")
 
 
 class Entry(Strict):
@@ -124,6 +124,15 @@ class Entry(Strict):
     def baseline(self) -> bool:
         return self.status == "proposed" and self.klass == "baseline"
 
+    @property
+    def sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Lines of mirror and fork. TOML holds no lone surrogates: bytes that are no UTF-8 are kept there as private characters."""
+        return tuple(x.translate(BACK) for x in self.old), tuple(x.translate(BACK) for x in self.new)
+
+
+BACK = {0xF700 + i: 0xDC00 + i for i in range(128, 256)}
+AWAY = {v: k for k, v in BACK.items()}
+
 
 class Ledgered(Strict):
     """A path's entries in order of the file, and what both sides were when they were last right (hashes of lines)."""
@@ -145,17 +154,13 @@ class Lock(Strict):
     audit: str = ""
 
 
-def storable(lines: Iterable[str]) -> list[str]:
-    """TOML holds no lone surrogates: bytes that are no UTF-8 are kept as private characters, and come back."""
-    return [x.translate({0xDC00 + i: 0xF700 + i for i in range(128, 256)}) if not x.isascii() else x for x in lines]
-
-
-def restored(lines: Iterable[str]) -> tuple[str, ...]:
-    return tuple(x.translate({0xF700 + i: 0xDC00 + i for i in range(128, 256)}) if not x.isascii() else x for x in lines)
-
-
 def entry(h: Hunk, count: int, **fields: Any) -> Entry:
-    return Entry(id=f"S-{h.fp[:8]}", fp=h.fp, count=count, kind=h.kind, old=storable(h.old), new=storable(h.new), **fields)
+    old, new = ([x.translate(AWAY) for x in side] for side in (h.old, h.new))
+    return Entry(id=h.id, fp=h.fp, count=count, kind=h.kind, old=old, new=new, **fields)
+
+
+def digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass
@@ -178,8 +183,7 @@ class Base:
 
     def ledger_sha(self) -> str:
         """Digest of what the gate rests on; wording may be edited by hand."""
-        rows = sorted((p, e.fp, e.count, e.status, e.klass == "baseline") for p, f in self.ledger.items() for e in f.d)
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+        return digest(sorted((p, e.fp, e.count, e.status, e.klass == "baseline") for p, f in self.ledger.items() for e in f.d))
 
     def baseline(self) -> int:
         return sum(e.count for f in self.ledger.values() for e in f.d if e.baseline)
@@ -188,69 +192,56 @@ class Base:
         """Add a line to the audit; it holds the hash of the one before."""
         line = {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "actor": actor, "action": action, **fields}
         line["prev"] = self.audit[-1]["hash"] if self.audit else ""
-        line["hash"] = hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:32]
-        self.audit.append(line)
+        self.audit.append(line | {"hash": digest(line)})
         with (self.folder / "audit.jsonl").open("a", encoding="utf-8") as f:
-            f.write(json.dumps(line, sort_keys=True) + "\n")
+            f.write(json.dumps(self.audit[-1], sort_keys=True) + "\n")
 
-    def save(self, paths: Iterable[str] = (), everything: bool = False) -> None:
-        """Write the ledger files of these paths and the lock. The baseline's bound only falls, but for `rebaseline` and `init`."""
-        for path in self.ledger if everything else paths:
+    def save(self, paths: Iterable[str] | None = None) -> None:
+        """Write the ledger files of these paths (default: all) and the lock. The bound of the baseline only falls."""
+        for path in self.ledger if paths is None else paths:
             file = self.folder / "ledger" / f"{path}.toml"
-            if not self.ledger[path].d:
+            if self.ledger[path].d:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(tomli_w.dumps(self.ledger[path].model_dump(by_alias=True, exclude_defaults=True)), encoding="utf-8")
+            else:
                 file.unlink(missing_ok=True)
-                continue
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(tomli_w.dumps(_filled(self.ledger[path])), encoding="utf-8")
-        self.lock.ledger_sha = self.ledger_sha()
-        self.lock.audit = self.audit[-1]["hash"] if self.audit else ""
-        (self.folder / "lock.toml").write_text(tomli_w.dumps(_filled(self.lock)), encoding="utf-8")
+        self.lock.baseline = min(self.lock.baseline, self.baseline())
+        self.lock.ledger_sha, self.lock.audit = self.ledger_sha(), self.audit[-1]["hash"]
+        (self.folder / "lock.toml").write_text(tomli_w.dumps(self.lock.model_dump()), encoding="utf-8")
 
     def faults(self) -> list[str]:
         """What is wrong with the folder itself: table or ledger changed without a person's command, audit broken, sign-offs that nobody gave."""
         out = []
-        if self.lock.table_sha != self.table.sha:
-            out.append("translation.toml is not the table of lock.toml: run `forksync rebaseline`, in a commit of its own")
+        if (self.lock.table_sha, self.lock.diff, self.lock.tool) != (self.table.sha, DIFF, TOOL):
+            out.append("translation.toml (or forksync's format) is not that of lock.toml: run `forksync rebaseline`, in a commit of its own")
         if self.lock.ledger_sha != self.ledger_sha():
             out.append("the ledger is not the one of lock.toml (edited by hand, or branches merged): look at it, then `forksync rebaseline`")
-        if (self.lock.diff, self.lock.tool) != (DIFF, TOOL):
-            out.append(f"lock.toml was written for diff {self.lock.diff}, format {self.lock.tool}; this is {DIFF}, {TOOL}: run `forksync rebaseline`")
         known, signs = {""}, set()
         for i, line in enumerate(self.audit):
-            body = {k: v for k, v in line.items() if k != "hash"}
-            if line.get("prev") not in known or hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32] != line.get("hash"):
+            if line.get("prev") not in known or digest({k: v for k, v in line.items() if k != "hash"}) != line.get("hash"):
                 out.append(f"audit.jsonl line {i + 1} does not follow from the lines before it: it was edited")
                 break
             known.add(line["hash"])
             signs |= {(p, fp) for p, fp in line.get("signs", [])}
         if self.lock.audit not in known:
             out.append("audit.jsonl lacks its last line of lock.toml: it was shortened")
-        for path, f in self.ledger.items():
-            for e in f.d:
-                if e.fp != fingerprint(path, e.kind, restored(e.old), restored(e.new)):
-                    out.append(f"ledger/{path}.toml: {e.id}: old and new don't have its fingerprint")
-                elif e.status == "signed" and (path, e.fp) not in signs:
-                    out.append(f"ledger/{path}.toml: {e.id} is marked signed, but nobody signed it: no such line in audit.jsonl")
+        for path, e in ((p, e) for p, f in self.ledger.items() for e in f.d):
+            if e.fp != fingerprint(path, e.kind, *e.sides):
+                out.append(f"ledger/{path}.toml: {e.id}: old and new don't have its fingerprint")
+            elif e.status == "signed" and (path, e.fp) not in signs:
+                out.append(f"ledger/{path}.toml: {e.id} is marked signed, but nobody signed it: no such line in audit.jsonl")
         return out + [f"translation.toml: {x}" for x in self.table.failing_examples()]
-
-
-def _filled(model: Strict) -> dict[str, Any]:
-    return model.model_dump(by_alias=True, exclude_defaults=True) if not isinstance(model, Lock) else model.model_dump()
 
 
 def read(root: Path) -> Base:
     """Raises: ForksyncError (2) with file and key."""
-    folder = root / FOLDER
-    config = parsed(Config, load_toml(folder / "config.toml"), folder / "config.toml")
-    lock = parsed(Lock, load_toml(folder / "lock.toml"), folder / "lock.toml")
-    ledger = {}
-    for file in sorted((folder / "ledger").rglob("*.toml")) if (folder / "ledger").is_dir() else []:
-        ledger[str(file.relative_to(folder / "ledger"))[: -len(".toml")]] = parsed(Ledgered, load_toml(file), file)
-    audit = []
-    if (folder / "audit.jsonl").exists():
-        for i, line in enumerate((folder / "audit.jsonl").read_text("utf-8").splitlines()):
-            try:
-                audit.append(json.loads(line))
-            except json.JSONDecodeError as e:
-                raise ForksyncError(f"{folder}/audit.jsonl line {i + 1} is no JSON: {e}", "restore it from git") from e
-    return Base(root, config, load(folder / "translation.toml"), lock, ledger, audit)
+    folder, audit = root / FOLDER, []
+    config, lock = load(Config, folder / "config.toml"), load(Lock, folder / "lock.toml")
+    files = sorted((folder / "ledger").rglob("*.toml")) if (folder / "ledger").is_dir() else []
+    ledger = {str(f.relative_to(folder / "ledger")).removesuffix(".toml"): load(Ledgered, f) for f in files}
+    for i, line in enumerate((folder / "audit.jsonl").read_text("utf-8").splitlines() if (folder / "audit.jsonl").exists() else []):
+        try:
+            audit.append(json.loads(line))
+        except json.JSONDecodeError as e:
+            raise ForksyncError(f"{folder}/audit.jsonl line {i + 1} is no JSON: {e}", "restore it from git") from e
+    return Base(root, config, Table(load(TableFile, folder / "translation.toml"), folder / "translation.toml"), lock, ledger, audit)

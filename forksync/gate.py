@@ -7,14 +7,14 @@ import difflib
 import hashlib
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forksync.base import FOLDER, Base, Entry, Ledgered, restored
+from forksync.base import FOLDER, Base, Entry, Ledgered
 from forksync.git import SAFETY, UNSIGNED, ForksyncError, Git, Tree
-from forksync.hunks import Hunk, Lines, bag, between, lines, replays
-from forksync.table import matches
+from forksync.hunks import TEXT, Hunk, Lines, bag, between, lines, replays
 
-MEANING = {  # kind of finding -> what it says; those of RED make the gate fail
+MEANING = {  # kind of finding -> what it says
     "lost": "a signed edit is gone from the fork",
     "new": "differs from the mirror, and nobody signed it",
     "edited": "a signed edit was changed after it was signed",
@@ -41,10 +41,6 @@ class Finding:
     id: str = ""
     fp: str = ""
 
-    @property
-    def place(self) -> str:
-        return f"{self.path}:{self.line}" if self.line else self.path
-
 
 @dataclass
 class Result:
@@ -60,26 +56,27 @@ class Result:
 
     @property
     def code(self) -> int:
-        kinds = {f.kind for f in self.findings}
-        return SAFETY if "lost" in kinds else UNSIGNED if kinds else 0
+        return SAFETY if self.count("lost") else UNSIGNED if self.findings else 0
 
     def count(self, *kinds: str) -> int:
         return sum(f.kind in kinds for f in self.findings)
 
+    def add(self, kind: str, path: str, text: str, line: int = 0, e: Entry | None = None, h: Hunk | None = None) -> None:
+        self.findings.append(Finding(kind, path, text, h.new_at if h else line, e.id if e else h.id if h else "", h.fp if h else e.fp if e else ""))
 
-def content_id(text: list[str]) -> str:
-    return hashlib.sha256("\n".join(text).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+def content_id(text: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join([*text, ""]).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 class Sides:
     """Both trees, and lines of their files."""
 
     def __init__(self, git: Git, mirror: str, fork: str):
-        self.git, self.mirror_tree, self.fork_tree = git, mirror, fork
-        self.mirror, self.fork = git.tree(mirror), git.tree(fork)
+        self.git, self.mirror, self.fork = git, git.tree(mirror), git.tree(fork)
 
     def lines(self, tree: Tree, path: str) -> list[str]:
-        return lines(self.git.read(tree[path][1]) or b"") if path in tree else []
+        return lines(self.git.text(tree.get(path)) or "")
 
     def ids(self, path: str) -> tuple[str, str]:
         return content_id(self.lines(self.mirror, path)), content_id(self.lines(self.fork, path))
@@ -93,146 +90,121 @@ def check(base: Base, git: Git, mirror: str, fork: str, today: datetime.date | N
     result.findings += [Finding("base", FOLDER, text) for text in base.faults()]
     by_path: dict[str, list[Hunk]] = defaultdict(list)
     for h in between(git, mirror, fork):
-        if h.path.startswith(f"{FOLDER}/"):
-            continue
-        policy = base.config.policy_of(h.path)
-        if policy.mode == "own" or (policy.mode == "drop" and h.kind == "file-dropped"):
-            result.own += policy.mode == "own"
-            continue
-        by_path[h.path].append(h)
-        result.hunks.append(h)
+        mode = base.config.mode(h.path)
+        result.own += mode == "own"
+        if not h.path.startswith(f"{FOLDER}/") and mode != "own" and (mode, h.kind) != ("drop", "file-dropped"):
+            by_path[h.path].append(h)
+            result.hunks.append(h)
     for p in base.config.policy:
         if p.expires and p.expires < today:
-            result.findings.append(Finding("expired", f"{FOLDER}/config.toml", f"policy {p.mode} of {p.glob} ended on {p.expires}"))
+            result.add("expired", f"{FOLDER}/config.toml", f"policy {p.mode} of {p.glob} ended on {p.expires}")
     for path in sorted(by_path.keys() | base.ledger.keys()):
-        if base.config.policy_of(path).mode != "own":
+        if base.config.mode(path) != "own":
             _path(base, sides, path, by_path.get(path, []), today, result)
-    if lint and base.config.lint.forbidden:
-        result.lints = lints(base, git, sides.fork)
-        for pattern, n in result.lints.items():
-            if n > base.lock.lints.get(pattern, 0):
-                where = next(iter(lint_places(base, git, sides.fork, pattern)), ("", 0))
-                result.findings.append(Finding("lint", where[0], f"{pattern!r}: {n} places, {base.lock.lints.get(pattern, 0)} allowed", where[1]))
+    for pattern in base.config.lint.forbidden if lint else []:
+        places = lint_places(base, git, sides.fork, pattern)
+        result.lints[pattern], allowed = len(places), base.lock.lints.get(pattern, 0)
+        if len(places) > allowed:
+            result.add("lint", places[0][0], f"{pattern!r}: {len(places)} places, {allowed} allowed", places[0][1])
     if result.baseline > base.lock.baseline:
-        result.findings.append(Finding("base", FOLDER, f"{result.baseline} baseline entries, lock.toml allows {base.lock.baseline}: the baseline may only fall"))
+        result.add("base", FOLDER, f"{result.baseline} baseline entries, lock.toml allows {base.lock.baseline}: the baseline may only fall")
     return result
 
 
 def _path(base: Base, sides: Sides, path: str, hunks: list[Hunk], today: datetime.date, result: Result) -> None:
-    entries = base.active(path)
-    found = Counter(h.fp for h in hunks)
-    left = {e.fp: e.count - found[e.fp] for e in entries}  # > 0: entries without a hunk, < 0: more hunks than entries
+    entries, file = base.active(path), base.ledger.get(path, Ledgered())
+    answered = {e.replaces for e in entries if e.status == "proposed" and e.replaces}
+    found, spare = Counter(h.fp for h in hunks), Counter({e.fp: e.count for e in entries})
+    missing = [e for e in entries if e.count > found[e.fp] and e.id not in answered]
     extra = []
     for h in hunks:
-        if left.get(h.fp, -1) < 0:
-            extra.append(h)
-            left[h.fp] = left.get(h.fp, 0) + (h.fp in left)
-    answered = {e.replaces for e in entries if e.status == "proposed" and e.replaces}
-    missing = [e for e in entries if left[e.fp] > 0 and e.id not in answered]
-    text = [e for e in entries if not e.kind.startswith("file-") and e.kind not in ("mode", "binary")]
-    if missing and all(e in text for e in missing) and path in sides.mirror and path in sides.fork:
-        order = [(restored(e.old), restored(e.new)) for e in text for _ in range(e.count)]
-        if all(h.kind in ("rewrite", "add", "remove") for h in extra) and replays(sides.lines(sides.mirror, path), sides.lines(sides.fork, path), order):
+        spare[h.fp] -= 1
+        extra += [h] * (spare[h.fp] < 0)
+    if missing and {*(e.kind for e in missing), *(h.kind for h in extra)} <= set(TEXT) and path in sides.mirror and path in sides.fork:
+        order = [e.sides for e in entries if e.kind in TEXT for _ in range(e.count)]
+        if replays(sides.lines(sides.mirror, path), sides.lines(sides.fork, path), order):
             missing, extra = [], []
-    whole = not missing and not extra
-    gone = {e.fp for e in missing}
     for e in entries:
         result.signed += e.status == "signed"
-        if e.fp not in gone:
+        if e not in missing:
+            line = next((h.new_at for h in hunks if h.fp == e.fp), 0)
             result.baseline += e.count if e.baseline else 0
             if e.status == "signed":
                 result.held.add((path, e.fp))
             elif not e.baseline:
-                result.findings.append(Finding("proposed", path, e.reason, _line(hunks, e), e.id, e.fp))
-            _conditions(base, sides, path, e, _line(hunks, e), today, result)
-    if whole and entries:
-        file = base.ledger[path]
-        mirror, fork = sides.ids(path) if file.fork else ("", "")
-        if file.fork and mirror == file.mirror and fork != file.fork:
-            result.findings.append(Finding("moved", path, "mirror unchanged, same hunks, but another file"))
-    if missing and extra and all(e in text for e in missing):
-        lost_bag: Counter[tuple[str, str]] = sum((bag(restored(e.old), restored(e.new)) for e in missing for _ in range(left[e.fp])), Counter())
-        if lost_bag == sum((bag(h.old, h.new) for h in extra), Counter()):
-            result.findings += [Finding("regrouped", path, "same lines as signed", h.new_at, missing[0].id, h.fp) for h in extra]
-            return
+                result.add("proposed", path, e.reason, line, e)
+            _conditions(sides, path, e, line, today, result)
+    if entries and file.fork and not missing and not extra:
+        mirror, fork = sides.ids(path)
+        if mirror == file.mirror and fork != file.fork:
+            result.add("moved", path, "mirror unchanged, same hunks, but another file")
+    if missing and extra and bag(e.sides for e in missing for _ in range(e.count - found[e.fp])) == bag((h.old, h.new) for h in extra):
+        for h in extra:
+            result.add("regrouped", path, "same lines as signed", e=missing[0], h=h)
+        return
     for e in missing:
-        kind, h = fate(e, extra, sides, path, base.ledger[path].mirror)
-        if h:
-            extra.remove(h)
-        if e.baseline:
-            result.fell += not h
-            result.baseline += e.count if h else 0
-            if h and kind == "edited":
-                result.findings.append(Finding("new", path, "a baseline difference was edited", h.new_at, e.id, h.fp))
-            elif h:
-                result.findings.append(Finding("stale", path, f"was: {first_line(e.new or e.old)}", h.new_at, e.id, h.fp))
+        kind, near = fate(e, extra, sides, path, file.mirror)
+        if near:
+            extra.remove(near)
+        if not e.baseline:
+            result.add(kind, path, f"{e.klass or e.kind}: {e.reason}; {first_line(e.new or e.old)}", e=e, h=near)
+        elif near:
+            result.baseline += e.count
+            what = "a baseline difference was edited" if kind == "edited" else f"was: {first_line(e.new or e.old)}"
+            result.add("new" if kind == "edited" else "stale", path, what, e=e, h=near)
         else:
-            text_ = f"{e.klass or e.kind}: {e.reason}; {first_line(e.new or e.old)}"
-            result.findings.append(Finding(kind, path, text_, h.new_at if h else 0, e.id, h.fp if h else e.fp))
-    result.findings += [Finding("new", path, summary(h), h.new_at, f"S-{h.fp[:8]}", h.fp) for h in extra]
+            result.fell += 1
+    for h in extra:
+        result.add("new", path, summary(h), h=h)
 
 
 def fate(e: Entry, extra: list[Hunk], sides: Sides, path: str, mirror_then: str) -> tuple[str, Hunk | None]:
     """What became of an entry that the diff no longer has, and the hunk that stands in its place."""
-    old, new = restored(e.old), restored(e.new)
+    old, new = e.sides
     if e.kind == "file-dropped":
-        return ("converged", None) if path not in sides.mirror else ("lost", next(iter(extra), None))
+        return ("lost" if path in sides.mirror else "converged"), None
     if e.kind == "file-only-fork":
-        return ("lost", None) if path not in sides.fork else ("converged", None)
+        return ("converged" if path in sides.fork else "lost"), None
     if e.kind in ("mode", "binary"):
         near = next((h for h in extra if h.kind == e.kind), None)
-        if near:
-            return ("stale" if near.new == new else "edited"), near
-        return ("converged" if path in sides.fork and _side(sides.fork[path], e.kind) == new else "lost"), None
-    best, score = None, 0.0
-    mine = bag(old, new)
+        now = sides.fork.get(path, ("", ""))
+        gone = "converged" if new in ((now[0],), (" ".join(now),)) else "lost"
+        return (gone if near is None else "stale" if near.new == new else "edited"), near
+    best, score, mine = None, 0.0, bag([(old, new)])
     for h in extra:
-        shared = max((mine & bag(h.old, h.new)).total() / max(1, mine.total()), min(alike(old, h.old), alike(new, h.new)) - 0.1)
-        if shared > score:
-            best, score = h, shared
-    if best and new and contains(best.new, new) and score > 0:
-        return "stale", best
-    if best and score >= 0.5:
-        return "edited", best
+        shared = max((mine & bag([(h.old, h.new)])).total() / max(1, mine.total()), min(alike(old, h.old), alike(new, h.new)) - 0.1)
+        best, score = (h, shared) if shared > score else (best, score)
+    if best and (score >= 0.5 or (new and contains(best.new, new))):
+        return ("stale" if new and contains(best.new, new) else "edited"), best
     fork, mirror = sides.lines(sides.fork, path), sides.lines(sides.mirror, path)
     if content_id(mirror) == mirror_then:
         return "lost", None  # upstream did nothing here, so it was the fork
-    if path in sides.fork and contains(fork, new) and contains(mirror, new) and not (not new and contains(fork, old)):
+    if path in sides.fork and contains(fork, new) and contains(mirror, new) and (new or not contains(fork, old)):
         return "converged", None
     return ("superseded" if old and mirror and not contains(mirror, old) else "lost"), None
 
 
 def alike(a: Lines, b: Lines) -> float:
     """Share of words in common, in order: 0 .. 1."""
-    return difflib.SequenceMatcher(None, re.findall(r"\w+|\S", " ".join(a)), re.findall(r"\w+|\S", " ".join(b)), autojunk=True).ratio()
+    x, y = (re.findall(r"\w+|\S", " ".join(side)) for side in (a, b))
+    return difflib.SequenceMatcher(None, x, y).ratio()
 
 
-def _side(entry: tuple[str, str], kind: str) -> tuple[str, ...]:
-    return (entry[0],) if kind == "mode" else (f"{entry[0]} {entry[1]}",)
-
-
-def contains(whole: tuple[str, ...] | list[str], part: tuple[str, ...]) -> bool:
+def contains(whole: Sequence[str], part: Lines) -> bool:
     """Whether the lines of part stand in whole, one after the other."""
-    n = len(part)
-    return n == 0 or any(whole[i] == part[0] and tuple(whole[i : i + n]) == part for i in range(len(whole) - n + 1))
+    return not part or any(x == part[0] and tuple(whole[i : i + len(part)]) == part for i, x in enumerate(whole))
 
 
-def _line(hunks: list[Hunk], e: Entry) -> int:
-    return next((h.new_at for h in hunks if h.fp == e.fp), 0)
-
-
-def _conditions(base: Base, sides: Sides, path: str, e: Entry, line: int, today: datetime.date, result: Result) -> None:
+def _conditions(sides: Sides, path: str, e: Entry, line: int, today: datetime.date, result: Result) -> None:
     """What a sign-off was made to depend on."""
     if e.expires and e.expires < today:
-        result.findings.append(Finding("expired", path, f"{e.reason}: ended on {e.expires}", line, e.id, e.fp))
-    for watch in e.watch:
-        target, _, seen = watch.partition("@")
+        result.add("expired", path, f"{e.reason}: ended on {e.expires}", line, e)
+    for target, _, seen in (w.partition("@") for w in e.watch):
         if watched_id(sides, target) != seen:
-            result.findings.append(Finding("watched", path, f"{target} is not what it was when {e.id} was signed ({e.reason})", line, e.id, e.fp))
-    if e.pin:
-        file, _, name = e.pin.partition("::")
-        if file not in sides.fork or (name and name.split("::")[-1] not in "\n".join(sides.lines(sides.fork, file))):
-            result.findings.append(Finding("pin", path, f"{e.pin} guards {e.id}, and is not there", line, e.id, e.fp))
+            result.add("watched", path, f"{target} is not what it was when {e.id} was signed ({e.reason})", line, e)
+    file, _, name = e.pin.partition("::")
+    if file and name.split("::")[-1] not in (sides.git.text(sides.fork.get(file)) or ""):
+        result.add("pin", path, f"{e.pin} guards {e.id}, and is not there", line, e)
 
 
 def watched_id(sides: Sides, target: str) -> str:
@@ -240,55 +212,39 @@ def watched_id(sides: Sides, target: str) -> str:
     path, _, name = target.partition("::")
     text = sides.lines(sides.mirror, path)
     if name:
-        head = re.compile(rf"^([ \t]*)(?:(?:async |pub |export |static )*(?:def|class|fn|func|function)\s+{re.escape(name)}\b|{re.escape(name)}\s*[:=])")
-        start = next((i for i, x in enumerate(text) if head.match(x)), None)
-        if start is None:
-            return ""
-        depth = len(text[start]) - len(text[start].lstrip())
-        ends = (i for i in range(start + 1, len(text)) if text[i].strip() and len(text[i]) - len(text[i].lstrip()) <= depth and text[i].strip()[0] not in ")]}")
+        head = re.compile(rf"^[ \t]*(?:(?:async |pub |export |static )*(?:def|class|fn|func|function)\s+{re.escape(name)}\b|{re.escape(name)}\s*[:=])")
+        start = next((i for i, x in enumerate(text) if head.match(x)), len(text))
+        depth = len(text[start]) - len(text[start].lstrip()) if start < len(text) else 0
+        ends = (i for i, x in enumerate(text) if i > start and x.strip() and len(x) - len(x.lstrip()) <= depth and x.strip()[0] not in ")]}")
         text = text[start : next(ends, len(text))]
     return content_id(text)[:12] if text else ""
 
 
 def lint_places(base: Base, git: Git, tree: Tree, pattern: str) -> list[tuple[str, int]]:
+    """Path and line of each match in the fork's text files."""
     try:
-        wanted = re.compile(pattern)
+        wanted = re.compile(pattern, re.M)
     except re.error as e:
         raise ForksyncError(f"config.toml: lint.forbidden: {e} in {pattern!r}", "a Python regular expression is wanted") from e
-    out = []
-    for path, (mode, oid) in tree.items():
-        if mode != "160000" and not path.startswith(f"{FOLDER}/") and base.config.policy_of(path).mode != "own":
-            data = git.read(oid) or b""
-            if b"\0" not in data:
-                text = data.decode("utf-8", "surrogateescape")
-                out += [(path, text.count("\n", 0, m.start()) + 1) for m in wanted.finditer(text)]
-    return out
+    texts = [(p, git.text(e) or "") for p, e in tree.items() if not p.startswith(f"{FOLDER}/") and base.config.mode(p) != "own"]
+    return [(p, text.count("\n", 0, m.start()) + 1) for p, text in texts for m in wanted.finditer(text)]
 
 
-def lints(base: Base, git: Git, tree: Tree) -> dict[str, int]:
-    return {p: len(lint_places(base, git, tree, p)) for p in base.config.lint.forbidden}
-
-
-def first_line(text: tuple[str, ...] | list[str]) -> str:
+def first_line(text: Sequence[str]) -> str:
     line = next((x.strip() for x in text if x.strip()), "(blank lines)" if text else "")
     return line if len(line) <= 60 else line[:57] + "..."
 
 
 def summary(h: Hunk) -> str:
-    if h.kind.startswith("file-"):
-        return "a file that only the fork has" if h.kind == "file-only-fork" else "the fork lacks this file"
-    if h.kind in ("mode", "binary"):
-        return f"{h.kind}: {h.old[0]} -> {h.new[0]}"
-    return f"+{len(h.new)} -{len(h.old)}: {first_line(h.new or h.old)}"
+    if h.kind in TEXT:
+        return f"+{len(h.new)} -{len(h.old)}: {first_line(h.new or h.old)}"
+    named = {"file-only-fork": "a file that only the fork has", "file-dropped": "the fork lacks this file"}
+    return named.get(h.kind) or f"{h.kind}: {h.old[0]} -> {h.new[0]}"
 
 
 def refreshed(base: Base, sides: Sides, path: str, order: list[Hunk]) -> None:
     """Put a path's entries into the file's order, and note what both sides are now: they are right as they stand."""
-    file = base.ledger.setdefault(path, Ledgered())
+    file = base.ledger[path]
     rank = {h.fp: i for i, h in reversed(list(enumerate(order)))}
     file.d.sort(key=lambda e: (e.status == "retired", rank.get(e.fp, len(order))))
     file.mirror, file.fork = sides.ids(path) if path in sides.mirror and path in sides.fork else ("", "")
-
-
-def globbed(paths: set[str], wanted: list[str]) -> list[str]:
-    return sorted(p for p in paths if any(p == w or matches(p, w) or p.startswith(w.rstrip("/") + "/") for w in wanted))

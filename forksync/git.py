@@ -10,10 +10,9 @@ from pathlib import Path
 UNSIGNED, USAGE, OPEN, GATE, STUCK, SAFETY, ENVIRONMENT = 1, 2, 3, 4, 5, 6, 7  # exit codes; 0 is fine
 # What would let a user's own settings change a result, or run a user's programs
 FIXED = "core.quotePath=false core.hooksPath=/dev/null core.attributesFile=/dev/null core.autocrlf=false commit.gpgSign=false gc.auto=0"
-OPTIONS = [x for key in FIXED.split() for x in ("-c", key)]
+GIT = ["git", *(x for key in FIXED.split() for x in ("-c", key))]
 Entry = tuple[str, str]  # mode, object id
 Tree = dict[str, Entry]
-DIFF = "git-histogram-u0-eol"  # the diff that fingerprints rest on, as the lock names it; git's own options are in hunks.py
 
 
 class ForksyncError(Exception):
@@ -21,21 +20,16 @@ class ForksyncError(Exception):
 
     def __init__(self, what: str, fix: str = "", code: int = USAGE):
         super().__init__(what, fix, code)
-        self.what, self.fix, self.code = what, fix, code
+        self.code, self.text = code, what + (f" ({fix})" if fix else "")
 
     def __str__(self) -> str:
-        return self.what + (f" ({self.fix})" if self.fix else "")
+        return self.text
 
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment without GIT_DIR and such, which hooks set and which would point our git elsewhere."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith(("GIT_AUTHOR", "GIT_COMMITTER", "GIT_SSH", "GIT_CONFIG"))}
     return kept | {"LC_ALL": "C", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_TERMINAL_PROMPT": "0"} | extra
-
-
-def blob_id_missing(oid: str) -> bytes:
-    """What stands for a blob that the upstream clone lacks (partial clone, large file left out). Two equal ids stay equal."""
-    return f"forksync: blob {oid} is missing in the clone of upstream\n".encode()
 
 
 class Git:
@@ -48,7 +42,7 @@ class Git:
     def run(self, *args: str, data: bytes | None = None, ok: tuple[int, ...] = (0,), env: dict[str, str] | None = None) -> tuple[int, bytes]:
         """Exit code and stdout."""
         try:
-            done = subprocess.run(["git", *OPTIONS, "-C", str(self.path), *args], input=data, capture_output=True, env=environment(**(env or {})))
+            done = subprocess.run([*GIT, "-C", str(self.path), *args], input=data, capture_output=True, env=environment(**(env or {})))
         except FileNotFoundError as e:
             raise ForksyncError("git is not on PATH", "install git >= 2.38", ENVIRONMENT) from e
         if done.returncode not in ok:
@@ -59,59 +53,51 @@ class Git:
     def out(self, *args: str, data: bytes | None = None, env: dict[str, str] | None = None) -> str:
         return os.fsdecode(self.run(*args, data=data, env=env)[1]).strip()
 
-    def commit(self, name: str, what: str = "") -> str:
-        """Full id of a commit. Raises: ForksyncError (7) where there is none of that name."""
-        code, found = self.run("rev-parse", "--verify", "-q", f"{name}^{{commit}}", ok=(0, 1, 128))
-        if code:
-            raise ForksyncError(f"{self.path} has no commit {name!r}{what}", "fetch it, or give another name", ENVIRONMENT)
-        return found.decode().strip()
-
-    def has(self, oid: str) -> bool:
-        return self.run("cat-file", "-e", oid, ok=(0, 1, 128))[0] == 0
-
     def ref(self, name: str) -> str:
         """Object id of a ref, "" where it does not exist."""
         return self.run("rev-parse", "--verify", "-q", name, ok=(0, 1, 128))[1].decode().strip()
 
+    def commit(self, name: str, what: str = "") -> str:
+        """Full id of a commit. Raises: ForksyncError (7) where there is none of that name."""
+        if not (found := self.ref(f"{name}^{{commit}}")):
+            raise ForksyncError(f"{self.path} has no commit {name!r}{what}", "fetch it, or give another name", ENVIRONMENT)
+        return found
+
     def read(self, oid: str) -> bytes | None:
         """Content of a blob, None where this clone lacks it. One process serves all reads."""
         if self._cat is None:
-            command = ["git", *OPTIONS, "-C", str(self.path), "cat-file", "--batch"]
+            command = [*GIT, "-C", str(self.path), "cat-file", "--batch"]
             self._cat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment())
         assert self._cat.stdin and self._cat.stdout
         self._cat.stdin.write(oid.encode() + b"\n")
         self._cat.stdin.flush()
         head = self._cat.stdout.readline().split()
-        if len(head) != 3:
-            return None
-        body = self._cat.stdout.read(int(head[2]))
-        self._cat.stdout.read(1)
-        return body
+        return self._cat.stdout.read(int(head[2]) + 1)[:-1] if len(head) == 3 else None
+
+    def text(self, entry: Entry | None) -> str | None:
+        """A file's text; "" for no file, None for a submodule, or binary or missing content."""
+        data = b"" if entry is None else None if entry[0] == "160000" else self.read(entry[1])
+        return None if data is None or b"\0" in data else data.decode("utf-8", "surrogateescape")
 
     def close(self) -> None:
         if self._cat is not None:
-            assert self._cat.stdin and self._cat.stdout
-            self._cat.stdin.close()
-            self._cat.stdout.close()
-            self._cat.wait()
+            self._cat.communicate()
             self._cat = None
 
     def tree(self, treeish: str) -> Tree:
         """{path: (mode, object id)} of all files, links and submodules."""
-        out: Tree = {}
-        for line in self.run("ls-tree", "-r", "-z", "--full-tree", treeish)[1].split(b"\0")[:-1]:
-            meta, path = line.split(b"\t", 1)
-            mode, _, oid = meta.decode().split()
-            out[os.fsdecode(path)] = (mode, oid)
-        return out
+        rows = [line.split(b"\t", 1) for line in self.run("ls-tree", "-r", "-z", "--full-tree", treeish)[1].split(b"\0")[:-1]]
+        return {os.fsdecode(path): (meta.decode().split()[0], meta.decode().split()[2]) for meta, path in rows}
 
-    def write(self, data: bytes) -> str:
+    def write(self, text: str | bytes) -> str:
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         return self.out("hash-object", "-w", "--stdin", data=data)
 
+    def tree_of(self, treeish: str) -> str:
+        return self.out("rev-parse", f"{treeish}^{{tree}}")
+
     def tree_with(self, treeish: str, changes: dict[str, Entry | None]) -> str:
-        """The tree with some paths set, or removed (None). Asserts that it came out so: a lost removal would bring deleted files back."""
-        if not changes:
-            return self.out("rev-parse", f"{treeish}^{{tree}}")
+        """The tree with some paths set, or removed (None). Checks that it came out so: a lost removal would bring deleted files back."""
         with tempfile.TemporaryDirectory() as folder:
             env = {"GIT_INDEX_FILE": f"{folder}/index"}
             self.run("read-tree", treeish, env=env)
@@ -120,13 +106,9 @@ class Git:
             self.run("update-index", "-z", "--index-info", data=os.fsencode(lines), env=env)
             made = self.out("write-tree", env=env)
         got = self.tree(made)
-        wrong = [p for p, e in changes.items() if got.get(p) != e]
-        if wrong:
+        if wrong := [p for p, e in changes.items() if got.get(p) != e]:
             raise ForksyncError(f"{self.path}: git did not write {wrong[0]} as asked", "a file and a folder of one name?", SAFETY)
         return made
-
-    def commit_tree(self, tree: str, parents: list[str], message: str, env: dict[str, str] | None = None) -> str:
-        return self.out("commit-tree", tree, *(x for p in parents for x in ("-p", p)), "-F", "-", data=os.fsencode(message), env=env)
 
     def worktree_tree(self) -> str:
         """Tree of the work tree as it is, new files that git does not ignore included; the index stays as it is."""
@@ -134,9 +116,8 @@ class Git:
             copy, index = Path(folder, "index"), Path(self.path, self.out("rev-parse", "--git-path", "index"))
             if index.exists():
                 copy.write_bytes(index.read_bytes())
-            env = {"GIT_INDEX_FILE": str(copy)}
-            self.run("add", "-A", env=env)
-            return self.out("write-tree", env=env)
+            self.run("add", "-A", env={"GIT_INDEX_FILE": str(copy)})
+            return self.out("write-tree", env={"GIT_INDEX_FILE": str(copy)})
 
 
 def opened(path: str | Path, what: str) -> Git:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from forksync import base as knowledge
-from forksync.base import FOLDER, Base, Ledgered, restored
+from forksync.base import FOLDER, Base, Ledgered
 from forksync.gate import Result, Sides, check, refreshed
 from forksync.git import ENVIRONMENT, SAFETY, Entry, ForksyncError, Git, Tree, opened
 from forksync.hunks import fingerprint
@@ -20,17 +18,19 @@ from forksync.mirror import Chain
 
 MARK = 57  # width of conflict markers: no text has such lines
 BOT = {f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in (("NAME", "forksync"), ("EMAIL", "forksync@localhost"))}
-MERGE = ["-c", "merge.directoryRenames=false", "-c", "merge.renames=true", "-c", "merge.conflictStyle=merge"]
-MINUTES = {"content": 6, "both-added": 6, "fork-deleted": 2, "upstream-deleted": 4, "binary": 3, "other": 5, "new-file": 2, "review": 2, "vocabulary": 1}
+MERGE = ["-c", "merge.directoryRenames=false", "-c", "merge.renames=true", "merge-tree", "--write-tree", "-z", "--no-messages"]
+LOOK = {"new-file": 2, "review": 2, "vocabulary": 1}  # items to look at, which block nothing, and minutes for each
+MINUTES = LOOK | {"content": 6, "both-added": 6, "fork-deleted": 2, "upstream-deleted": 4, "binary": 3, "other": 5}
 
 
 @dataclass
 class Item:
     """Something that a merge can't decide. Text sides are lines of one conflict; the fork's are in the tree until it is resolved."""
 
-    id: str
     path: str
     kind: str  # see MINUTES; gate: a failing gate
+    note: str = ""
+    id: str = ""
     base: list[str] = field(default_factory=list)
     ours: list[str] = field(default_factory=list)
     theirs: list[str] = field(default_factory=list)
@@ -38,12 +38,11 @@ class Item:
     proposal: list[str] | None = None  # a merge word by word, to look at
     commits: list[dict[str, str]] = field(default_factory=list)
     attempts: int = 0
-    note: str = ""
     open: bool = True
 
     @property
     def blocks(self) -> bool:
-        return self.open and self.kind not in ("new-file", "review", "vocabulary")
+        return self.open and self.kind not in LOOK
 
 
 @dataclass
@@ -63,95 +62,81 @@ def merge(git: Git, fork: str, old: str, new: str, keep: set[str] | None = None)
 
     `keep`: paths where the fork's version stays whatever upstream does.
     """
-    before, after, mine = git.tree(old), git.tree(new), git.tree(fork)
+    before, after = git.tree(old), git.tree(new)
     changed = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
     kept = sorted(changed & (keep or set()))
     target = git.tree_with(new, {p: before.get(p) for p in kept})
-    ours, theirs = (git.commit_tree(tree, [git.commit(old)], "side\n", env=BOT) for tree in (fork, target))
-    code, out = git.run(*MERGE, "merge-tree", "--write-tree", "-z", "--no-messages", ours, theirs, ok=(0, 1))
-    tree, *rest = out.decode("utf-8", "surrogateescape").split("\0")
+    ours, theirs = (git.out("commit-tree", tree, "-p", git.commit(old), "-m", "side", env=BOT) for tree in (git.tree_of(fork), target))
+    tree, *rest = git.run(*MERGE, ours, theirs, ok=(0, 1))[1].decode("utf-8", "surrogateescape").split("\0")
     stages: dict[str, dict[int, Entry]] = defaultdict(dict)
-    for line in rest:
-        if line:
-            meta, path = line.split("\t", 1)
-            mode, oid, stage = meta.split()
-            stages[path][int(stage)] = (mode, oid)
-    if bool(stages) != bool(code):
-        raise ForksyncError("git merge-tree and its list of conflicts disagree", "", ENVIRONMENT)
+    for meta, path in (line.split("\t", 1) for line in rest if line):
+        mode, oid, stage = meta.split()
+        stages[path][int(stage)] = (mode, oid)
     final: dict[str, Entry | None] = {}
     items: list[Item] = []
     for path, sides in sorted(stages.items()):
         final[path], found = _resolved(git, path, sides)
         items += found
-    for path in final:  # a conflict of a file with a folder leaves the fork's file under another name
-        stem = path.rpartition("~")[0]
-        if stem and stem not in final and path not in mine and stem in mine:
-            final[path] = None
-    items = [Item(f"I-{n + 1}", **{k: v for k, v in asdict(i).items() if k != "id"}) for n, i in enumerate(items)]
-    return Merged(git.tree_with(tree, final), items, changed, kept)
+    return Merged(git.tree_with(tree, final), numbered(items), changed, kept)
+
+
+def numbered(items: list[Item]) -> list[Item]:
+    for n, item in enumerate(items):
+        item.id = f"I-{n + 1}"
+    return items
 
 
 def _resolved(git: Git, path: str, stages: dict[int, Entry]) -> tuple[Entry | None, list[Item]]:
     """What stands in the tree for a path in conflict (the fork's side), and its items."""
     have = set(stages)
     if have == {1, 3}:
-        return None, [Item("", path, "fork-deleted", note="the fork deleted it, upstream changed it: stays deleted")]
+        return None, [Item(path, "fork-deleted", "the fork deleted it, upstream changed it: stays deleted")]
     if have == {1, 2}:
-        return stages[2], [Item("", path, "upstream-deleted", note="upstream deleted it, the fork changed it: stays")]
-    if have == {1}:
-        return None, []
-    if not {2, 3} <= have:
-        return stages.get(2, stages.get(3)), [Item("", path, "other", note="both sides moved or replaced it")]
-    modes = {s[0] for s in stages.values()}
-    blobs = [git.read(stages[n][1]) if n in stages and stages[n][0] != "160000" else b"" for n in (2, 1, 3)]
-    if modes & {"120000", "160000"} or any(b is None or b"\0" in b for b in blobs):
-        return stages[2], [Item("", path, "binary", note="no text: the fork's version stays")]
-    kind = "content" if 1 in have else "both-added"
-    text, items = merged_text(git, path, kind, *(b or b"" for b in blobs))
-    mode = stages[2][0] if 1 not in stages or stages[2][0] != stages[1][0] else stages[3][0]
-    return (mode, git.write(text)), items or [Item("", path, "other", note="both sides changed its mode or name")]
+        return stages[2], [Item(path, "upstream-deleted", "upstream deleted it, the fork changed it: stays")]
+    if not {2, 3} <= have:  # a rename on both sides, or a file against a folder
+        return stages.get(2, stages.get(3)), [Item(path, "other", "both sides moved or replaced it")] * (have != {1})
+    texts = [git.text(stages.get(n)) for n in (2, 1, 3)]
+    if any(t is None for t in texts) or any(s[0] == "120000" for s in stages.values()):
+        return stages[2], [Item(path, "binary", "no text: the fork's version stays")]
+    text, items = merged_text(git, path, "content" if 1 in have else "both-added", *(t or "" for t in texts))
+    mode = stages[3 if 1 in have and stages[1][0] == stages[2][0] else 2][0]
+    return (mode, git.write(text)), items or [Item(path, "other", "both sides changed its mode or name")]
 
 
-def merged_text(git: Git, path: str, kind: str, ours: bytes, base: bytes, theirs: bytes) -> tuple[bytes, list[Item]]:
+def merged_text(git: Git, path: str, kind: str, ours: str, base: str, theirs: str) -> tuple[str, list[Item]]:
     """Three versions merged line by line, the fork's side in conflicts."""
     out: list[str] = []
     items: list[Item] = []
     part = 0
-    for line in _merge_file(git, ours, base, theirs, "--diff3"):
-        mark = line[:1] if line.rstrip("\n")[:MARK] == line[:1] * MARK and line[:1] in "<|=>" else ""
-        if mark == "<":
-            items.append(Item("", path, kind, line=len(out) + 1))
-            part = 1
-        elif mark:
-            part = {"|": 2, "=": 3, ">": 0}[mark]
-        elif part == 0:
-            out.append(line)
-        else:
+    for line in _merge_file(git, ours, base, theirs, "--diff3")[0]:
+        mark = line[:1] if line.startswith(line[:1] * MARK) and line[:1] in "<|=>" else ""
+        if mark:
+            part = "><|=".index(mark)
+            items += [Item(path, kind, line=len(out) + 1)] * (mark == "<")
+            continue
+        if part:
             (items[-1].ours, items[-1].base, items[-1].theirs)[part - 1].append(line)
-            if part == 1:
-                out.append(line)
+        out += [line] * (part < 2)
     for i in items:
-        i.proposal = by_words(git, i.ours, i.base, i.theirs)
-    return "".join(out).encode("utf-8", "surrogateescape"), items
+        i.proposal = by_words(git, i)
+    return "".join(out), items
 
 
-def _merge_file(git: Git, ours: bytes, base: bytes, theirs: bytes, *how: str) -> list[str]:
+def _merge_file(git: Git, ours: str, base: str, theirs: str, *how: str) -> tuple[list[str], int]:
+    """Lines of the merge, and how many conflicts it has."""
     with tempfile.TemporaryDirectory() as folder:
-        names = [f"{folder}/{n}" for n in "obt"]
-        for name, data in zip(names, (ours, base, theirs)):
-            Path(name).write_bytes(data)
-        code, text = git.run("merge-file", "-p", f"--marker-size={MARK}", *how, *names, ok=tuple(range(128)))
-    parts = text.decode("utf-8", "surrogateescape").split("\n")
-    return [p + "\n" for p in parts[:-1]] + ([parts[-1]] if parts[-1] else []) + (["\0"] if code and not how else [])
+        names = [Path(folder, n) for n in "obt"]
+        for name, text in zip(names, (ours, base, theirs)):
+            name.write_bytes(text.encode("utf-8", "surrogateescape"))
+        code, out = git.run("merge-file", "-p", f"--marker-size={MARK}", *how, *map(str, names), ok=tuple(range(128)))
+    return re.findall(r"[^\n]*\n|[^\n]+", out.decode("utf-8", "surrogateescape")), code
 
 
-def by_words(git: Git, ours: list[str], base: list[str], theirs: list[str]) -> list[str] | None:
-    """The conflict merged word by word, None where words conflict too. Equal to what a person wrote in about half of the cases: a proposal."""
-    sides = ["".join(f"{json.dumps(t)}\n" for t in re.findall(r"\w+|\s+|.", "".join(s), re.S)).encode() for s in (ours, base, theirs)]
-    merged = _merge_file(git, sides[0], sides[1], sides[2])
-    if not base or "\0" in merged:
-        return None
-    return "".join(json.loads(t) for t in merged).splitlines(keepends=True)
+def by_words(git: Git, i: Item) -> list[str] | None:
+    """A conflict merged word by word, None where words conflict too. It is what a person wrote in about half of the cases: a proposal."""
+    sides = ["".join(f"{json.dumps(t)}\n" for t in re.findall(r"\w+|\s+|.", "".join(s), re.S)) for s in (i.ours, i.base, i.theirs)]
+    merged, conflicts = _merge_file(git, *sides) if i.base else ([], 1)
+    return None if conflicts else "".join(json.loads(t) for t in merged).splitlines(keepends=True)
 
 
 @dataclass
@@ -170,13 +155,23 @@ class Pair:
     def mirror_tree(self) -> str:
         """Tree of the mirror at the lock's commit: as it is here, else made anew."""
         lock = self.base.lock
-        if lock.table_sha == self.base.table.sha and lock.mirror_tree and self.fork.ref("refs/forksync/tree") == lock.mirror_tree:
+        same = lock.table_sha == self.base.table.sha
+        if same and lock.mirror_tree and self.fork.ref("refs/forksync/tree") == lock.mirror_tree:
             return lock.mirror_tree
-        tree = self.chain.tree(self.upstream.commit(lock.upstream_commit, " of lock.toml"))
-        if lock.mirror_tree and lock.table_sha == self.base.table.sha and tree != lock.mirror_tree:
-            raise ForksyncError(f"the mirror of {lock.upstream_commit[:10]} is {tree[:10]}, lock.toml says {lock.mirror_tree[:10]}", "a clone of upstream without all files?", ENVIRONMENT)
+        at = self.upstream.commit(lock.upstream_commit, " of lock.toml")
+        tree = self.fork.tree_of(self.chain.build(at, at))
+        if same and lock.mirror_tree and tree != lock.mirror_tree:
+            what = f"the mirror of {lock.upstream_commit[:10]} is {tree[:10]}, lock.toml says {lock.mirror_tree[:10]}"
+            raise ForksyncError(what, "a clone of upstream without all files?", ENVIRONMENT)
         self.fork.run("update-ref", "refs/forksync/tree", tree)  # keeps it, and says that it is whole
         return tree
+
+    def tip(self) -> str:
+        """Upstream's newest commit; a URL is asked, a local clone is as it is."""
+        if self.upstream is self.fork:
+            where = self.base.config.pair
+            self.fork.run("fetch", "-q", "--no-tags", "--no-write-fetch-head", where.upstream, f"+{where.ref}:{self.ref}")
+        return self.upstream.commit(self.ref, " (pair.ref in config.toml)")
 
     def state(self) -> Path:
         folder = Path(self.fork.path, self.fork.out("rev-parse", "--git-common-dir"), "forksync")
@@ -185,30 +180,14 @@ class Pair:
 
 
 def pair(root: Path) -> Pair:
-    """The pair of a fork's folder. An upstream that is a folder is read in place; anything else is fetched."""
-    fork = opened(root, "the fork")
-    root = Path(fork.out("rev-parse", "--show-toplevel"))
-    fork = Git(root)
-    base = knowledge.read(root)
-    where = base.config.pair.upstream
-    common = Path(root, fork.out("rev-parse", "--git-common-dir")).resolve()
-    start = common.parent if common.name == ".git" else root  # a worktree lies elsewhere than the fork that config.toml speaks of
-    if Path(start, where).is_dir():
-        return Pair(base, fork, opened(Path(start, where), "pair.upstream"), base.config.pair.ref)
+    """The pair of a fork's folder, or of a worktree of it. An upstream that is a folder is read in place; anything else is fetched."""
+    fork = Git(opened(root, "the fork").out("rev-parse", "--show-toplevel"))
+    base = knowledge.read(fork.path)
+    common = Path(fork.path, fork.out("rev-parse", "--git-common-dir")).resolve()
+    where = Path(common.parent if common.name == ".git" else fork.path, base.config.pair.upstream)
+    if where.is_dir():
+        return Pair(base, fork, opened(where, "pair.upstream"), base.config.pair.ref)
     return Pair(base, fork, fork, "refs/forksync/upstream")
-
-
-def fetched(p: Pair) -> str:
-    """Upstream's newest commit; a URL is asked, a local clone is as it is."""
-    if p.upstream is p.fork:
-        p.fork.run("fetch", "-q", "--no-tags", "--no-write-fetch-head", p.base.config.pair.upstream, f"+{p.base.config.pair.ref}:{p.ref}")
-    return p.upstream.commit(p.ref, " (pair.ref in config.toml)")
-
-
-def keep_paths(base: Base, paths: set[str]) -> set[str]:
-    """Where upstream's changes are only told: own and drop policies, and deletions that somebody signed."""
-    signed = {p for p, f in base.ledger.items() if any(e.kind == "file-dropped" and e.status == "signed" for e in f.d)}
-    return {p for p in paths if p in signed or base.config.policy_of(p).mode in ("own", "drop") or p.startswith(f"{FOLDER}/")}
 
 
 @dataclass
@@ -221,68 +200,54 @@ class Plan:
     merged: Merged
     commits: int
 
-    def minutes(self) -> int:
-        return sum(MINUTES.get(i.kind, 5) for i in self.merged.items)
-
 
 def plan(p: Pair, to: str = "") -> Plan:
     """What a sync would do; writes nothing but mirror objects."""
-    tip = fetched(p)
-    old = p.upstream.commit(p.base.lock.upstream_commit, " of lock.toml")
-    new = p.upstream.commit(to) if to else tip
+    tip = p.tip()
+    old, new = p.upstream.commit(p.base.lock.upstream_commit, " of lock.toml"), p.upstream.commit(to) if to else tip
     if faults := p.base.faults():
         raise ForksyncError(f"{FOLDER}: {faults[0]}", "put .forksync in order before a sync")
-    fork = p.fork.commit(p.base.config.pair.branch, " (pair.branch in config.toml)")
-    chain = p.chain
+    fork, chain = p.fork.commit(p.base.config.pair.branch, " (pair.branch in config.toml)"), p.chain
     new_mirror = chain.build(old, new)
-    old_mirror = chain.build(old, old) if old in chain.commits else new_mirror
+    old_mirror = chain.commits[old]
     before, after = p.fork.tree(old_mirror), p.fork.tree(new_mirror)
-    merged = merge(p.fork, f"{fork}^{{tree}}", old_mirror, new_mirror, keep_paths(p.base, before.keys() | after.keys()))
-    merged.items += _to_review(p, merged, before, after, fork, new)
-    for n, item in enumerate(merged.items):
-        item.id = f"I-{n + 1}"
-        if item.blocks:
-            item.commits = touching(p.fork, old_mirror, new_mirror, item.path)
+    signed = {path for path, f in p.base.ledger.items() if any(e.kind == "file-dropped" and e.status == "signed" for e in f.d)}
+    keep = {x for x in before.keys() | after.keys() if x in signed or p.base.config.mode(x) in ("own", "drop") or x.startswith(f"{FOLDER}/")}
+    merged = merge(p.fork, fork, old_mirror, new_mirror, keep)
+    for item in merged.items:
+        item.commits = touching(p.fork, old_mirror, new_mirror, item.path)
+    merged.items = numbered(merged.items + _to_review(p, merged, before, after, fork))
     return Plan(old, new, fork, old_mirror, new_mirror, merged, len(chain.path(old, new)))
 
 
 def touching(git: Git, old: str, new: str, path: str) -> list[dict[str, str]]:
     """Upstream's commits that touch a path of the mirror, newest last, with their diffs in the fork's words."""
-    out = []
-    for line in reversed(git.out("log", "--format=%H%x00%s%x00%(trailers:key=Upstream-Commit,valueonly,separator=)", f"{old}..{new}", "--", path).splitlines()):
-        made, subject, source = line.split("\0")
-        diff = git.out("show", "--format=", "--no-ext-diff", "--no-textconv", made, "--", path)
-        out.append({"commit": source.strip(), "subject": subject, "diff": diff[:20_000]})
-    return out
+    form = "--format=%H%x00%s%x00%(trailers:key=Upstream-Commit,valueonly,separator=)"
+    rows = [line.split("\0") for line in reversed(git.out("log", form, f"{old}..{new}", "--", path).splitlines())]
+    diffs = [git.out("show", "--format=", "--no-ext-diff", "--no-textconv", made, "--", path)[:20_000] for made, _, _ in rows]
+    return [{"commit": source.strip(), "subject": subject, "diff": diff} for (_, subject, source), diff in zip(rows, diffs)]
 
 
-def _to_review(p: Pair, merged: Merged, before: Tree, after: Tree, fork: str, new: str) -> list[Item]:
+def _to_review(p: Pair, merged: Merged, before: Tree, after: Tree, fork: str) -> list[Item]:
     """Clean merges that a person should look at all the same: new files, paths of policy review, names that the fork has never used."""
-    out = []
-    final, mine = p.fork.tree(merged.tree), p.fork.tree(fork)
-    words = re.compile(r"[\w-]*[A-Za-z_]\w+")
-    texts: list[tuple[str, list[str]]] = []
-    for path in sorted(merged.clean):
-        if path in after and path not in before and path in final and path not in mine:
-            out.append(Item("", path, "new-file", note="new in upstream"))
-        elif p.base.config.policy_of(path).mode == "review":
-            out.append(Item("", path, "review", note="policy review"))
-        if path in final and final[path] != mine.get(path) and b"\0" not in (data := p.fork.read(final[path][1]) or b""):
-            old = set((p.fork.read(mine[path][1]) or b"").split(b"\n")) if path in mine else set()
-            texts.append((path, [x.decode("utf-8", "replace") for x in data.split(b"\n") if x not in old]))
-    if p.base.config.lint.vocabulary == "auto" and texts:
-        used: set[str] = set()
-        for path, (mode, oid) in mine.items():
-            if mode != "160000" and not path.startswith(f"{FOLDER}/") and b"\0" not in (data := p.fork.read(oid) or b""):
-                used |= set(words.findall(data.decode("utf-8", "replace")))
-        known = p.base.root / p.base.config.lint.known
-        used |= set(known.read_text("utf-8").split()) if p.base.config.lint.known else set()
+    out: list[Item] = []
+    final, mine, words = p.fork.tree(merged.tree), p.fork.tree(fork), re.compile(r"[\w-]*[A-Za-z_]\w+")
+    added: dict[str, set[str]] = {}
+    for path in sorted(merged.clean & final.keys()):
+        if path in after and path not in before and path not in mine:
+            out.append(Item(path, "new-file", "new in upstream"))
+        elif p.base.config.mode(path) == "review":
+            out.append(Item(path, "review", "policy review"))
+        if final[path] != mine.get(path):
+            old = set((p.fork.text(mine.get(path)) or "").split("\n"))
+            added[path] = {w for x in (p.fork.text(final[path]) or "").split("\n") if x not in old for w in words.findall(x)}
+    if p.base.config.lint.vocabulary == "auto" and added:
+        used = {w for path, e in mine.items() if not path.startswith(f"{FOLDER}/") for w in words.findall(p.fork.text(e) or "")}
+        if p.base.config.lint.known:
+            used |= set((p.base.root / p.base.config.lint.known).read_text("utf-8").split())
         targets = {r.to.lower() for r in p.base.table.data.rule if len(r.to) > 2 and r.kind != "regex"}
-        for path, added in texts:
-            fresh = {w for line in added for w in words.findall(line)} - used
-            odd = sorted(w for w in fresh if any(t in w.lower() for t in targets))
-            if odd:
-                out.append(Item("", path, "vocabulary", note=f"translated names that the fork has never used: {', '.join(odd[:6])}"))
+        odd = {path: sorted(w for w in new - used if any(t in w.lower() for t in targets)) for path, new in added.items()}
+        out += [Item(path, "vocabulary", f"translated names that the fork has never used: {', '.join(w[:6])}") for path, w in odd.items() if w]
     return out
 
 
@@ -307,58 +272,54 @@ class Run:
 def open_run(p: Pair) -> Run | None:
     """The run that `sync` began. Raises: ForksyncError (6) where the fork's branch has moved since."""
     file = p.state() / "run.json"
-    if not file.exists():
+    run = Run(**json.loads(file.read_text("utf-8"))) if file.exists() else None
+    if run is None or not Path(run.worktree).is_dir():
         return None
-    data: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    run = Run(**{**data, "items": [Item(**i) for i in data["items"]]})
-    if not Path(run.worktree).is_dir():
-        return None
+    run.items = [Item(**i) for i in run.items]  # type: ignore[arg-type]
     if p.fork.commit(p.base.config.pair.branch) != run.fork:
-        raise ForksyncError(f"{p.base.config.pair.branch} has moved since this sync began ({run.fork[:10]})", "merge the branch or `forksync sync --anew`", SAFETY)
+        what = f"{p.base.config.pair.branch} has moved since this sync began ({run.fork[:10]})"
+        raise ForksyncError(what, f"merge {run.branch} by hand, or `forksync sync --anew`", SAFETY)
     return run
 
 
 def sync(p: Pair, to: str = "", anew: bool = False) -> tuple[Plan, Run, Result]:
     """Make the branch forksync/<upstream commit>: one mechanical commit, conflicts with the fork's side. Raises: ForksyncError, 6 where the
     merge would lose a signed edit."""
-    file = p.state() / "run.json"
-    if file.exists() and not anew and open_run(p):
+    file, git = p.state() / "run.json", p.fork
+    if not anew and open_run(p):
         raise ForksyncError("a sync is open", "`forksync loop` goes on with it; `forksync sync --anew` begins again")
-    if p.fork.run("status", "--porcelain", "--", FOLDER)[1]:
+    if git.run("status", "--porcelain", "--", FOLDER)[1]:
         raise ForksyncError(f"{FOLDER} has changes that are not committed", "commit them first: the sync starts from the branch", ENVIRONMENT)
     made = plan(p, to)
-    before = check(p.base, p.fork, made.old_mirror, made.fork)
+    held = check(p.base, git, made.old_mirror, made.fork).held
     backup = p.state() / f"backup-{made.fork[:10]}.bundle"
     if not backup.exists():
         for older in sorted(p.state().glob("backup-*.bundle"), key=lambda f: f.stat().st_mtime)[:-1]:
             older.unlink()
-        p.fork.run("bundle", "create", "-q", str(backup), p.base.config.pair.branch)
+        git.run("bundle", "create", "-q", str(backup), p.base.config.pair.branch)
     if file.exists():
-        old = json.loads(file.read_text("utf-8"))["worktree"]
-        p.fork.run("worktree", "remove", "--force", old, ok=(0, 128))
-        shutil.rmtree(old, ignore_errors=True)
-    p.fork.run("worktree", "prune")
+        git.run("worktree", "remove", "--force", json.loads(file.read_text("utf-8"))["worktree"], ok=(0, 128))
+    git.run("worktree", "prune")
     names = (f"forksync/{made.new[:10]}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-    branch = next(n for n in names if not p.fork.ref(f"refs/heads/{n}"))
+    branch = next(n for n in names if not git.ref(f"refs/heads/{n}"))
     place = p.state() / "worktrees" / branch.replace("/", "-")
-    p.fork.run("worktree", "add", "-q", "-b", branch, str(place), made.fork)
-    tree = Git(place)
-    tree.run("read-tree", "-u", "--reset", made.merged.tree)
+    git.run("worktree", "add", "-q", "-b", branch, str(place), made.fork)
+    here = Git(place)
+    here.run("read-tree", "-u", "--reset", made.merged.tree)
     base = knowledge.read(place)
-    base.lock.upstream_commit, base.lock.mirror_tree = made.new, p.fork.out("rev-parse", f"{made.new_mirror}^{{tree}}")
-    moved = follow(base, p.fork, made.old_mirror, made.new_mirror, made.merged.tree)
-    after = check(base, p.fork, base.lock.mirror_tree, made.merged.tree)
+    base.lock.upstream_commit, base.lock.mirror_tree = made.new, git.tree_of(made.new_mirror)
+    moved = follow(base, git, made.old_mirror, made.new_mirror, made.merged.tree)
+    after = check(base, git, base.lock.mirror_tree, made.merged.tree)
     conflicts = {i.path for i in made.merged.items if i.blocks}
-    held = {fp for path, fp in before.held if path not in conflicts}
-    lost = [f for f in after.findings if f.kind in ("lost", "superseded") and f.fp in held]
+    lost = [f for f in after.findings if f.kind in ("lost", "superseded") and (f.path, f.fp) in held and f.path not in conflicts]
     if lost:
-        p.fork.run("worktree", "remove", "--force", str(place))
-        p.fork.run("branch", "-q", "-D", branch)
-        raise ForksyncError(f"the merge would lose {lost[0].id} in {lost[0].place}: {lost[0].text}", "sync to an earlier commit with --to, and look at it", SAFETY)
-    refresh_whole(base, p.fork, base.lock.mirror_tree, made.merged.tree, after)
+        git.run("worktree", "remove", "--force", str(place))
+        git.run("branch", "-q", "-D", branch)
+        raise ForksyncError(f"the merge would lose {lost[0].id} in {lost[0].path}: {lost[0].text}", "sync --to an earlier commit, and look at it", SAFETY)
+    refresh_whole(base, git, base.lock.mirror_tree, made.merged.tree, after)
     base.log("sync", "forksync", old=made.old, new=made.new, before=made.fork, tree=made.merged.tree, signs=moved)
-    base.save(everything=True)
-    commit_all(tree, f"sync: upstream {made.old[:10]}..{made.new[:10]}, mechanical part\n\n{made.commits} commits; conflicts keep the fork's side.\n")
+    base.save()
+    commit_all(here, f"sync: upstream {made.old[:10]}..{made.new[:10]}, mechanical part\n\n{made.commits} commits; conflicts keep the fork's side.\n")
     run = Run(branch, str(place), made.fork, made.old, made.new, made.merged.items)
     run.save(p.state())
     return made, run, after
@@ -373,9 +334,9 @@ def follow(base: Base, git: Git, old: str, new: str, tree: str) -> list[list[str
         if a in base.ledger and a not in final and b in final:
             entries, base.ledger[a] = base.ledger[a].d, Ledgered()
             for e in entries:
-                e.fp = fingerprint(b, e.kind, restored(e.old), restored(e.new))
+                e.fp = fingerprint(b, e.kind, *e.sides)
                 e.id = f"S-{e.fp[:8]}"
-                signs += [[b, e.fp]] if e.status == "signed" else []
+                signs += [[b, e.fp]] * (e.status == "signed")
             base.ledger.setdefault(b, Ledgered()).d += entries
     return signs
 
@@ -387,8 +348,6 @@ def refresh_whole(base: Base, git: Git, mirror: str, fork: str, result: Result) 
         refreshed(base, sides, path, [h for h in result.hunks if h.path == path])
 
 
-def commit_all(tree: Git, message: str, *paths: str) -> str:
+def commit_all(tree: Git, message: str, *paths: str) -> None:
     tree.run("add", "-f", "--", FOLDER, *paths)
     tree.run("commit", "-q", "--no-verify", "-F", "-", data=message.encode(), env=BOT)
-    return tree.commit("HEAD")
-

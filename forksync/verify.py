@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import io
 import json
 import math
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forksync import base as knowledge
-from forksync.base import FOLDER, Gate, Metric
+from forksync.base import FOLDER, Gate, Metric, digest
 from forksync.fix import round_of, settle
 from forksync.gate import Result, check
 from forksync.git import STUCK, ForksyncError, Git
@@ -30,18 +30,19 @@ from forksync.sync import Item, Pair, Run, open_run
 
 KINDS = ("functional", "precision", "convergence")
 # Student's t, one-sided 5 %, for 1 .. 30 degrees of freedom
-T95 = "6.314 2.920 2.353 2.132 2.015 1.943 1.895 1.860 1.833 1.812 1.796 1.782 1.771 1.761 1.753 1.746 1.740 1.734 1.729 1.725 1.721 1.717 1.714 1.711 1.708 1.706 1.703 1.701 1.699 1.697"
+T95 = [6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753]
+T95 += [1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697]
 
 
 @dataclass
 class Verdict:
     name: str
     kind: str
-    ok: bool
     said: str
     excess: float = 0.0  # by how much it fails, in the gate's own unit
-    seconds: float = 0.0
     log: str = ""
+    ok: bool = False
+    seconds: float = 0.0
 
 
 def verify(p: Pair, root: Path, tree: str) -> list[Verdict]:
@@ -51,55 +52,46 @@ def verify(p: Pair, root: Path, tree: str) -> list[Verdict]:
         raise ForksyncError("config.toml has no functional gate", 'no tests, no loop: add [[gate]] kind = "functional" run = "pytest -q"')
     out: list[Verdict] = []
     for gate in gates:
-        if any(not v.ok and v.kind != gate.kind for v in out):
-            break
-        begun = time.monotonic()
-        verdict = judged(p, gate, root, tree)
-        verdict.seconds = round(time.monotonic() - begun, 1)
-        out.append(verdict)
+        if all(v.ok or v.kind == gate.kind for v in out):
+            begun = time.monotonic()
+            said, excess, log = judged(p, gate, root, tree)
+            out.append(Verdict(gate.name, gate.kind, said, excess, log, excess <= 0, round(time.monotonic() - begun, 1)))
     return out
 
 
-def judged(p: Pair, gate: Gate, root: Path, tree: str) -> Verdict:
-    def failed(said: str, excess: float = 1.0, log: str = "") -> Verdict:
-        return Verdict(gate.name, gate.kind, False, said, excess, log=log)
-
-    mine: list[Path] = []
-    theirs: list[Path] = []
+def judged(p: Pair, gate: Gate, root: Path, tree: str) -> tuple[str, float, str]:
+    """What a gate says, by how much it fails (<= 0: passed), and the end of its log."""
+    sides: dict[str, list[Path]] = {"fork": [], "upstream": []}
     for seed in range(gate.seeds):
-        for side, where, id_ in [(mine, root, tree)] + ([(theirs, upstream_files(p), p.base.lock.upstream_commit)] if gate.run_upstream else []):
-            code, log, out = ran(p, gate, where, id_, seed, keep=side is theirs or gate.kind != "functional")
+        for side in ["fork"] + ["upstream"] * gate.run_upstream:
+            where, id_ = (root, tree) if side == "fork" else (upstream_files(p), p.base.lock.upstream_commit)
+            code, log, out = ran(p, gate, where, id_, seed, side == "upstream" or gate.kind != "functional")
             if code:
-                return failed(f"{'upstream' if side is theirs else 'fork'}, seed {seed}: {code}", log=log)
-            side.append(out)
+                return f"{side}, seed {seed}: {code}", 1.0, log
+            sides[side].append(out)
     if gate.judge:
-        sides = {"fork": mine, "upstream": theirs}
         command = re.sub(r"\{(fork|upstream)(/[^}]*)?\}", lambda m: shlex.join(f"{x}{m[2] or ''}" for x in sides[m[1]]), gate.judge)
         code, stdout, err = shell(command.replace("{python}", shlex.quote(sys.executable)), root, gate.timeout_s)
-        if gate.judge_key and code in ("", "exit code 1"):
-            try:
-                value: Any = json.loads(stdout.strip().splitlines()[-1])
-                for key in gate.judge_key.split("."):
-                    value = value[key]
-            except (ValueError, KeyError, TypeError, IndexError):
-                return failed(f"the judge's output has no {gate.judge_key}", log=stdout + err)
-            return Verdict(gate.name, gate.kind, bool(value), f"{gate.judge_key} = {value}", 0.0 if value else 1.0, log=stdout)
-        return Verdict(gate.name, gate.kind, not code, code or "equivalent", float(bool(code)), log=stdout + err)
-    worst = Verdict(gate.name, gate.kind, True, "passed")
+        if not gate.judge_key or code not in ("", "exit code 1"):
+            return code or "equivalent", float(bool(code)), stdout + err
+        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+            value: Any = json.loads(stdout.strip().splitlines()[-1])
+            for key in gate.judge_key.split("."):
+                value = value[key]
+            return f"{gate.judge_key} = {value}", float(not value), stdout
+        return f"the judge's output has no {gate.judge_key}", 1.0, stdout + err
+    said = "passed"
     for name, metric in gate.metrics.items():
         try:
-            a, b = ([series(json.loads((f / "metrics.json").read_text())[name]) for f in side] for side in (mine, theirs))
+            values = [[json.loads((f / "metrics.json").read_text())[name] for f in sides[s]] for s in sides]
+            mine, theirs = ([[float(x) for x in (v if isinstance(v, list) else [v])] for v in side] for side in values)
         except (OSError, ValueError, KeyError, TypeError) as e:
-            return failed(f"metrics.json of {{out}} has no {name} ({type(e).__name__})")
-        excess, said = beyond(metric, a, b)
-        if not math.isfinite(excess) or excess > 0:
-            return failed(f"{name}: {said}", excess)
-        worst.said = f"{name}: {said}"
-    return worst
-
-
-def series(value: Any) -> list[float]:
-    return [float(x) for x in value] if isinstance(value, list) else [float(value)]
+            return f"metrics.json of {{out}} has no {name} ({type(e).__name__})", 1.0, ""
+        excess, words = beyond(metric, mine, theirs)
+        said = f"{name}: {words}"
+        if not excess <= 0:
+            return said, excess, ""
+    return said, 0.0, ""
 
 
 def beyond(metric: Metric, mine: list[list[float]], theirs: list[list[float]]) -> tuple[float, str]:
@@ -107,45 +99,35 @@ def beyond(metric: Metric, mine: list[list[float]], theirs: list[list[float]]) -
     (TOST) over the seeds: the 90 % interval of the mean difference of the last `window` values lies inside +- tost."""
     if metric.tost is not None:
         diffs = [statistics.fmean(a[-metric.window :]) - statistics.fmean(b[-metric.window :]) for a, b in zip(mine, theirs)]
-        if len(diffs) < 2:
+        if (n := len(diffs)) < 2:
             return math.inf, "an equivalence test needs run_upstream and at least 2 seeds"
-        n = len(diffs)
-        half = (float(T95.split()[n - 2]) if n <= 31 else 1.69) * statistics.stdev(diffs) / math.sqrt(n)
-        mean = statistics.fmean(diffs)
+        half, mean = T95[min(n, 31) - 2] * statistics.stdev(diffs) / math.sqrt(n), statistics.fmean(diffs)
         return abs(mean) + half - metric.tost, f"difference {mean:.4g} +- {half:.2g}, allowed {metric.tost:g}, {n} seeds"
     if metric.max is None:
         return math.inf, "neither max nor tost is given"
-    if theirs:
-        pairs = [(x, y) for a, b in zip(mine, theirs) for x, y in zip(a, b, strict=False)]
-        value = statistics.fmean(abs(x - y) for x, y in pairs)
-        return value - metric.max, f"mean absolute difference {value:.4g}, allowed {metric.max:g}"
-    value = max(x for a in mine for x in a)
-    return value - metric.max, f"{value:.4g}, allowed {metric.max:g}"
-
-
-def filled(command: str, names: dict[str, str]) -> str:
-    for name, value in names.items():
-        command = command.replace(name, value)
-    return command
+    gaps = [abs(x - y) for a, b in zip(mine, theirs) for x, y in zip(a, b)]
+    value, what = (statistics.fmean(gaps), "mean absolute difference ") if gaps else (max(x for a in mine for x in a), "")
+    return value - metric.max, f"{what}{value:.4g}, allowed {metric.max:g}"
 
 
 def ran(p: Pair, gate: Gate, where: Path, tree: str, seed: int, keep: bool) -> tuple[str, str, Path]:
     """("" or what went wrong, end of the log, folder of the results). Results of the same tree, command and seed are used again."""
-    key = hashlib.sha256(f"{tree} {gate.run} {seed}".encode()).hexdigest()[:20]
-    out = p.state() / "results" / key
+    out = p.state() / "results" / digest([tree, gate.run, seed])[:20]
     if keep and (out / ".done").exists():
         return "", "", out
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    names = {"{out}": shlex.quote(str(out)), "{seed}": str(seed), "{tree}": shlex.quote(str(where)), "{python}": shlex.quote(sys.executable)}
-    code, stdout, err = shell(filled(gate.run, names), where, gate.timeout_s)
+    command = gate.run
+    for name, value in {"{out}": out, "{seed}": seed, "{tree}": where, "{python}": sys.executable}.items():
+        command = command.replace(name, shlex.quote(str(value)))
+    code, stdout, err = shell(command, where, gate.timeout_s)
     if not code:
         (out / ".done").touch()
     return code, (stdout + err)[-8000:], out
 
 
 def shell(command: str, where: Path, timeout: float) -> tuple[str, str, str]:
-    """("" or what went wrong, stdout, stderr) of a gate's command; nothing of it is left running."""
+    """("" or what went wrong, stdout, stderr) of a gate's command; a timeout ends all of it."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     child = subprocess.Popen(command, shell=True, cwd=where, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
@@ -160,12 +142,11 @@ def shell(command: str, where: Path, timeout: float) -> tuple[str, str, str]:
 
 def upstream_files(p: Pair) -> Path:
     """Upstream's files at the lock's commit, unpacked once; the clone of upstream stays as it is."""
-    commit = p.base.lock.upstream_commit
-    folder = p.state() / f"upstream-{commit[:12]}"
+    folder = p.state() / f"upstream-{p.base.lock.upstream_commit[:12]}"
     if not folder.exists():
         part = folder.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
-        with tarfile.open(fileobj=io.BytesIO(p.upstream.run("archive", "--format=tar", commit)[1])) as tar:
+        with tarfile.open(fileobj=io.BytesIO(p.upstream.run("archive", "--format=tar", p.base.lock.upstream_commit)[1])) as tar:
             tar.extractall(part, filter="data")
         part.rename(folder)
     return folder
@@ -177,30 +158,22 @@ def unexecuted(coverage: Path, changed: list[str]) -> list[str]:
     return [p for p in changed if p.endswith(".py") and not files.get(p, {}).get("executed_lines")]
 
 
-def error_of(result: Result, run: Run, verdicts: list[Verdict]) -> list[float]:
-    """The loop's error, compared from the left: lost, conflicts, drift, lint, then what each kind of gate misses."""
-    red = len(result.findings) - result.count("lost", "lint")
-    by_kind = {k: sum(v.excess for v in verdicts if v.kind == k and not v.ok) for k in KINDS}
-    return [result.count("lost"), sum(i.blocks and i.kind != "gate" for i in run.items), red, result.count("lint"), *by_kind.values()]
-
-
 def measure(p: Pair, run: Run) -> tuple[Result, list[Verdict], list[float]]:
-    """Gate 1, and where it is green gate 2, on the run's branch."""
-    here = Git(run.worktree)
-    base = knowledge.read(Path(run.worktree))
+    """Gate 1, where it is green gate 2, on the run's branch, and the error: lost, conflicts, drift, lint, then what each kind of gate misses,
+    to be compared from the left."""
+    here, base = Git(run.worktree), knowledge.read(Path(run.worktree))
     result = check(base, here, base.lock.mirror_tree, "HEAD")
     settle(run, result)
+    conflicts = sum(i.blocks and i.kind != "gate" for i in run.items)
     verdicts: list[Verdict] = []
-    if not result.findings and not any(i.blocks and i.kind != "gate" for i in run.items):
-        side = Pair(base, p.fork, p.upstream, p.ref)
-        verdicts = verify(side, Path(run.worktree), here.out("rev-parse", "HEAD^{tree}"))
+    if not result.findings and not conflicts:
+        verdicts = verify(Pair(base, p.fork, p.upstream, p.ref), Path(run.worktree), here.tree_of("HEAD"))
         here.run("clean", "-fdq")  # what the gates left; ignored files stay
         here.run("reset", "-q", "--hard", "HEAD")
-    run.items = [i for i in run.items if i.kind != "gate" or any(v.name == i.path and not v.ok for v in verdicts)]
-    for v in verdicts:
-        if not v.ok and not any(i.kind == "gate" and i.path == v.name for i in run.items):
-            run.items.append(Item(f"G-{v.name}", v.name, "gate", note=v.said))
-    return result, verdicts, error_of(result, run, verdicts)
+    failed, old = {v.name: v for v in verdicts if not v.ok}, {i.path: i for i in run.items if i.kind == "gate"}
+    run.items = [i for i in run.items if i.kind != "gate"] + [old.get(n, Item(n, "gate", v.said, f"G-{n}")) for n, v in failed.items()]
+    red, excess = len(result.findings) - result.count("lost", "lint"), [sum(v.excess for v in failed.values() if v.kind == k) for k in KINDS]
+    return result, verdicts, [result.count("lost"), conflicts, red, result.count("lint"), *excess]
 
 
 def code_tree(run: Run) -> str:
@@ -215,29 +188,31 @@ def loop(p: Pair, run: Run, tell: Callable[[str], None]) -> tuple[int, str, Resu
         item.attempts = 0
     result, verdicts, error = measure(p, run)
     run.errors, run.trees = [error], [code_tree(run)]
-    for n in range(1, limits.max_iterations + 1):
-        tell(f"round {n}: lost {error[0]:g}, conflicts {error[1]:g}, drift {error[2]:g}, lint {error[3]:g}, gates {sum(error[4:]):g}")
+    for n in range(1, limits.max_iterations + 2):
+        tell("round {}: lost {:g}, conflicts {:g}, drift {:g}, lint {:g}, gates {:g}".format(n, *error[:4], sum(error[4:])))
+        spent, why = time.monotonic() - begun, ""
         if not any(error):
             return 0, "converged", result, verdicts
         if error[0]:
             return result.code, "a signed edit is lost", result, verdicts
-        if time.monotonic() - begun > limits.budget_s or run.tokens > limits.budget_tokens:
-            return STUCK, f"budget spent: {time.monotonic() - begun:.0f} s, {run.tokens} tokens", result, verdicts
-        if not any(i.blocks and i.attempts < limits.per_item_attempts for i in run.items):
-            return STUCK, "what is left is for people: sign, or edit in the worktree", result, verdicts
-        log = "\n".join(v.log for v in verdicts if not v.ok)
-        for line in round_of(p, run, result, log):
+        if spent > limits.budget_s or run.tokens > limits.budget_tokens:
+            why = f"budget spent: {spent:.0f} s, {run.tokens} tokens"
+        elif run.trees[-1] in run.trees[:-2] and run.trees[-1] != run.trees[-2]:
+            why = "oscillation: this tree was there before"
+        elif stalled >= limits.stall:
+            why = f"no progress in {stalled} rounds"
+        elif n > limits.max_iterations:
+            why = f"{limits.max_iterations} rounds"
+        elif not any(i.blocks and i.attempts < limits.per_item_attempts for i in run.items):
+            why = "what is left is for people: sign, or edit in the worktree"
+        if why:
+            return STUCK, why, result, verdicts
+        for line in round_of(p, run, result, "\n".join(v.log for v in verdicts if not v.ok)):
             tell(f"  {line}")
         open_run(p)  # the fork's branch may have moved meanwhile
         result, verdicts, error = measure(p, run)
-        tree = code_tree(run)
-        if tree in run.trees[:-1] and tree != run.trees[-1]:
-            return STUCK, f"oscillation: the tree of round {n} was there before", result, verdicts
         stalled = 0 if error < min(run.errors) else stalled + 1
         run.errors.append(error)
-        run.trees.append(tree)
+        run.trees.append(code_tree(run))
         run.save(p.state())
-        if any(error) and stalled >= limits.stall:
-            return STUCK, f"no progress in {stalled} rounds", result, verdicts
-    return (STUCK if any(error) else 0), "converged" if not any(error) else f"{limits.max_iterations} rounds", result, verdicts
-
+    raise AssertionError("the loop ends by its limits")

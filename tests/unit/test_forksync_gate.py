@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from forksync.base import Base, Config, Entry, Ledgered, Lock, Pair, entry, restored, storable
-from forksync.gate import Sides, check, refreshed
+from forksync.base import Base, Config, Ledgered, Lock, Pair, entry
+from forksync.gate import Sides, check, refreshed, watched_id
 from forksync.git import Git
-from forksync.hunks import between, fingerprint, replays
+from forksync.hunks import Hunk, between, replays
 from forksync.table import Table, TableFile
 from tests.unit import forksync_kit as kit
 
@@ -137,8 +137,6 @@ def test_conditions_of_a_sign_off(git, tmp_path):
     assert kinds(git, base, M, F) == ([], 0)
     e.pin = "f::test_h"
     assert kinds(git, base, M, F) == (["pin"], 1)
-    from forksync.gate import watched_id
-
     sides = Sides(git, tree(git, M), tree(git, F))
     e.pin, e.watch = "", ["f::g@" + watched_id(sides, "f::g")]
     assert kinds(git, base, M, F) == ([], 0)
@@ -164,7 +162,5 @@ def test_forged_entries_and_audits_show(git, tmp_path):
 
 def test_undecodable_lines_come_back_from_the_ledger():
     line = b"caf\xe9 \xff".decode("utf-8", "surrogateescape")
-    made = Entry(id="S", fp="", kind="add", reason="", new=storable([line]))
-    assert restored(made.new) == (line,)
-    made.model_dump_json().encode("utf-8")
-    assert fingerprint("p", "add", (), (line,)) == fingerprint("p", "add", (), restored(made.new))
+    made = entry(Hunk("p", "add", (), (line,)), 1, reason="r")
+    assert made.sides == ((), (line,)) and made.model_dump_json().encode("utf-8")
