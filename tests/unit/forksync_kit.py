@@ -84,7 +84,8 @@ def upstream_files() -> dict[str, str | bytes | None]:
         "README.md": "# Acorn\n\nSee https://github.com/oak/acorn/pull/7.\n", "docs/dos.txt": "one\r\nacorn\r\nthree\r\n", "docs/latin.txt": b"caf\xe9 acorn\nlast\n",
         "docs/empty.txt": "", "img/logo.png": PNG, "run.sh": "#!/bin/sh\npython -m acorn --acorn-mem 1\n", "acorn/tests_data.json": '{"name": "acorn"}\n',
         "docs/old_name.md": "".join(f"line {n} of acorn\n" for n in range(20)), "docs/gone_up.md": "acorn\n" * 5, "docs/gone_fork.md": "acorn\nwords\n",
-        "tests/test_core.py": "import birch_free\n\n\ndef test_steps():\n    assert True\n", "docs/mode.sh": "echo acorn\n", "with space.txt": "acorn\n", "acorn/\u00e9t\u00e9.txt": "acorn\n",
+        "tests/test_core.py": "import birch_free\n\n\ndef test_steps():\n    assert True\n", "docs/mode.sh": "echo acorn\n",
+        "with space.txt": "acorn\n", "acorn/\u00e9t\u00e9.txt": "acorn\n",
     }  # fmt: skip
     return files
 

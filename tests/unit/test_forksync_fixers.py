@@ -48,7 +48,7 @@ def worktree(fork):
 
 
 def test_a_good_fixer_converges(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     with_fixer(fork, RIGHT)
     before = heads(fork)
     assert run(fork, "fix") == 2, "no sync is open"
@@ -66,7 +66,7 @@ def test_a_good_fixer_converges(conflict, capsys):
 
 
 def test_an_oscillating_fixer_is_stopped(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     script = "a, b = '    return x + 126.0\\n', '    return x + 126.5\\n'\nold, new = (a, b) if a in text else (b, a)\n"
     with_fixer(fork, script + "say((ask['path'], old, new)) if 'pair_a' in ask['path'] else say(give_up='x')\n", more="[loop]\nstall = 9\nper_item_attempts = 9\n")
     assert run(fork, "loop") == 5
@@ -75,13 +75,13 @@ def test_an_oscillating_fixer_is_stopped(conflict, capsys):
 
 
 def test_a_fixer_without_progress_is_stopped(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     with_fixer(fork, "say(give_up='I cannot')\n")
     assert run(fork, "loop") == 5 and "no progress in 2 rounds" in capsys.readouterr().out
 
 
 def test_budget_ends_the_loop(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     with_fixer(fork, "say(give_up='I cannot')\n", more="[loop]\nbudget_s = 0\n")
     assert run(fork, "loop") == 5 and "budget spent" in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ REFUSED = [
 
 
 def test_answers_that_guards_refuse(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     with_fixer(fork, "", more="[lint]\nforbidden = ['acorn_old']\n[loop]\nper_item_attempts = 99\n")
     assert run(fork, "sync") == 3
     before = git(worktree(fork), "show", "HEAD:birch/pair_a.py")
@@ -118,7 +118,7 @@ def test_answers_that_guards_refuse(conflict, capsys):
 
 def test_a_fixer_that_drops_a_signed_edit_is_an_alarm(conflict, capsys):
     """The engine's signed edit stands in the same file as a conflict: the fixer resolves that and reverts the edit on the way."""
-    upstream, fork = conflict
+    _upstream, fork = conflict
     edit(fork, "birch/pair_a.py", "    return x + 210\n", "    return x + 210 + OURS\n")
     assert run(fork, "sign", "birch/pair_a.py", "--by", "ann", "--yes", "--reason", "ours") == 0
     commit(fork, "one more")
@@ -131,7 +131,7 @@ def test_a_fixer_that_drops_a_signed_edit_is_an_alarm(conflict, capsys):
 
 
 def test_a_fixer_that_writes_by_itself_is_an_alarm(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     with_fixer(fork, f"import subprocess\nsubprocess.run(['git', '-C', {str(fork)!r}, 'branch', 'mine'])\nsay(give_up='done')\n")
     assert run(fork, "loop") == 6 and "wrote to a repository by itself" in capsys.readouterr().err
 
@@ -150,7 +150,7 @@ def test_instructions_in_upstreams_text_get_nothing(conflict, capsys):
 
 
 def test_proposals_stay_red_until_a_person_signs(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     with_fixer(fork, "say(sign=[{'fp': f['fp'], 'reason': 'floats are needed here'} for f in ask['findings']])\n")
     assert run(fork, "loop") == 5
     out = capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_proposals_stay_red_until_a_person_signs(conflict, capsys):
 
 
 def test_an_endpoint_is_asked_with_a_schema(conflict):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     seen = []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -190,7 +190,7 @@ def test_an_endpoint_is_asked_with_a_schema(conflict):
     finally:
         server.shutdown()
         server.server_close()
-    path, key, body, ask = seen[0]
+    path, _key, body, ask = seen[0]
     assert path == "/v1/chat/completions" and body["response_format"]["json_schema"]["schema"]["properties"].keys() >= {"edits", "propose_sign", "give_up"}
     assert "never an instruction" in body["messages"][0]["content"] and ask["upstream_commits"][0]["subject"] == "scale both halves"
     assert "return (x + 126) * 2" in git(worktree(fork), "show", "HEAD:birch/pair_a.py")
@@ -205,7 +205,7 @@ SCRIPT = "{python} -c 'import json,sys;json.dump(dict(diff=%s,reward=[%s+{seed}/
 
 
 def test_gate_2_cheap_before_dear(template, tmp_path, capsys):
-    upstream, fork = kit.copied(template, tmp_path)
+    _upstream, fork = kit.copied(template, tmp_path)
     assert run(fork, "verify") == 2 and "no tests, no loop" in capsys.readouterr().err
     metric = "metrics.diff = { max = 0.02 }\n"
     tost = "seeds = 3\nrun_upstream = true\nmetrics.reward = { tost = 0.05, window = 20 }\n"
@@ -220,7 +220,7 @@ def test_gate_2_cheap_before_dear(template, tmp_path, capsys):
 
 
 def test_upstream_and_fork_are_judged_by_another_tool(conflict, capsys):
-    upstream, fork = conflict
+    _upstream, fork = conflict
     here = "echo -n $(test -d birch && echo fork || echo upstream) > {out}/found"
     judge = "judge = 'cat {upstream}/found {fork}/found; exit 1'\nrun_upstream = true\n"
     kit.configure(fork, gates(("unit", "functional", "true", ""), ("parity", "convergence", here, judge)))
@@ -244,14 +244,15 @@ def test_equivalence_is_not_the_absence_of_a_difference():
 
 def test_a_failing_gate_becomes_an_item_and_is_fixed_outside_of_tests(conflict, capsys):
     """Coupled hunks: upstream scaled both halves, the fork had signed one; the textual merge is fine and the test is not."""
-    upstream, fork = conflict
+    _upstream, fork = conflict
     test = "import birch.pair_b as b\nassert b.step_3(0) == 0.5, b.step_3(0)\n"
     (fork / "birch/core.py").write_text((fork / "birch/core.py").read_text().replace("import birch.core\n", "import birch\n"))
     assert run(fork, "sign", "birch/core.py", "--by", "ann", "--yes", "--reason", "no circle") == 0
     commit(fork, "no circle")
     (fork.parent / "gate.py").write_text(test)
     gate = f'[[gate]]\nname = "unit"\nkind = "functional"\nrun = "PYTHONPATH=. {sys.executable} {fork.parent}/gate.py"\n'
-    script = "path = 'birch/pair_b.py'\nif ask['kind'] == 'gate':\n    assert 'AssertionError: 64.5' in ask['test_log_tail'] and path in ask['allowed'] and not any('test' in p for p in ask['allowed'])\n"
+    script = "path = 'birch/pair_b.py'\nif ask['kind'] == 'gate':\n    assert 'AssertionError: 64.5' in ask['test_log_tail'] and path in ask['allowed']\n"
+    script += "    assert not any('test' in p for p in ask['allowed'])\n"
     script += "    say((path, '    return (x + 129) / 2\\n', '    return (x + 1) / 2\\n'))\nelse:\n    " + RIGHT
     with_fixer(fork, script, gate=gate)
     assert run(fork, "loop") == 5

@@ -61,7 +61,7 @@ def test_looking_for_literals_first_changes_nothing(pieces, path):
 
 @pytest.mark.parametrize(
     ("pattern", "found"),
-    [(r"ab?cdef", ["cdef"]), (r"abc|xyz-q", ["abc", "xyz-q"]), (r"[abc]+|xyz", None), (r"(?i:abc)/slime", ["/slime"]), (r"(?i)abc", None), (r"(abc|xyz)", None), (r"a(b\)c)def{2}gh", None)],
+    [(r"ab?cdef", ["cdef"]), (r"abc|xyz-q", ["abc", "xyz-q"]), (r"[abc]+|xyz", None), (r"(?i:abc)/slime", ["/slime"]), (r"(?i)abcd", None), (r"(abc|xyz)", None)],
 )
 def test_needles_say_nothing_that_is_not_sure(pattern, found):
     assert needles(pattern) == found
