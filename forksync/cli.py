@@ -20,7 +20,7 @@ from forksync.fix import round_of
 from forksync.gate import Result, check
 from forksync.git import GATE, OPEN, ForksyncError, Git
 from forksync.sync import MINUTES, Pair, Plan, Run, open_run, pair, plan, sync
-from forksync.verify import loop, unexecuted, verify
+from forksync.verify import gates, loop, unexecuted, verify
 
 STEPS = """a first sync:
   forksync init --upstream ../upstream --rename old=new    where the fork stands; every difference becomes baseline
@@ -152,6 +152,7 @@ def act_verify(p: Pair, args: argparse.Namespace) -> int:
 
 
 def act_loop(p: Pair, args: argparse.Namespace) -> int:
+    gates(p.base.config)  # no tests, no loop: said before anything is made
     run = open_run(p) or sync(p, args.to)[1]
     code, why, result, verdicts = loop(p, run, print)
     run.save(p.state())

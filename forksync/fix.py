@@ -174,6 +174,7 @@ def unparsable(path: str, text: str) -> str:
 def round_of(p: Pair, run: Run, result: Result, log: str = "") -> list[str]:
     """Ask the fixers once about each open item; what passes the guards is committed on the run's branch. Returns a line for each answer."""
     tree, base, said = Git(run.worktree), knowledge.read(Path(run.worktree)), []
+    tree.undisturbed()
     for item in [i for i in run.items if i.blocks and i.attempts < base.config.loop.per_item_attempts]:
         item.attempts += 1
         allowed = [item.path]
@@ -195,8 +196,9 @@ def round_of(p: Pair, run: Run, result: Result, log: str = "") -> list[str]:
                 made, files, after = guarded(base, tree, reply, allowed, item, result)
                 proposed = _proposals(base, reply, after, allowed)
             except (Refused, ValidationError) as e:
-                item.note = f"{name}: {e.errors()[0]['msg'] if isinstance(e, ValidationError) else e}"
-                said.append(f"{item.id} {item.path}: {item.note}")
+                why = f"{name}: {e.errors()[0]['msg'] if isinstance(e, ValidationError) else e}"
+                item.note = item.note if fixer.kind == "rules" else why
+                said.append(f"{item.id} {item.path}: {why}")
                 continue
             finally:
                 if _outside(p, tree) != state:

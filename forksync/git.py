@@ -93,6 +93,11 @@ class Git:
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         return self.out("hash-object", "-w", "--stdin", data=data)
 
+    def undisturbed(self) -> None:
+        """Raises: ForksyncError (7) where a work tree has changes that a reset would lose."""
+        if self.run("status", "--porcelain")[1]:
+            raise ForksyncError(f"{self.path} has changes that are not committed", "commit them, then again", ENVIRONMENT)
+
     def tree_of(self, treeish: str) -> str:
         return self.out("rev-parse", f"{treeish}^{{tree}}")
 
@@ -111,13 +116,17 @@ class Git:
         return made
 
     def worktree_tree(self) -> str:
-        """Tree of the work tree as it is, new files that git does not ignore included; the index stays as it is."""
+        """Tree of the work tree as it is, with new files that git does not ignore (those over 5 MB wait until they are added, since looking at them
+        means to store them); the index stays as it is."""
         with tempfile.TemporaryDirectory() as folder:
             copy, index = Path(folder, "index"), Path(self.path, self.out("rev-parse", "--git-path", "index"))
             if index.exists():
                 copy.write_bytes(index.read_bytes())
-            self.run("add", "-A", env={"GIT_INDEX_FILE": str(copy)})
-            return self.out("write-tree", env={"GIT_INDEX_FILE": str(copy)})
+            env = {"GIT_INDEX_FILE": str(copy), "GIT_LITERAL_PATHSPECS": "1"}
+            self.run("add", "-u", env=env)
+            new = [p for p in self.run("ls-files", "-o", "-z", "--exclude-standard")[1].split(b"\0")[:-1] if (self.path / os.fsdecode(p)).lstat().st_size < 5e6]
+            self.run("add", "--pathspec-from-file=-", "--pathspec-file-nul", data=b"\0".join(new), env=env)
+            return self.out("write-tree", env=env)
 
 
 def opened(path: str | Path, what: str) -> Git:

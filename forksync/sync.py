@@ -297,8 +297,9 @@ def sync(p: Pair, to: str = "", anew: bool = False) -> tuple[Plan, Run, Result]:
         for older in sorted(p.state().glob("backup-*.bundle"), key=lambda f: f.stat().st_mtime)[:-1]:
             older.unlink()
         git.run("bundle", "create", "-q", str(backup), p.base.config.pair.branch)
-    if file.exists():
-        git.run("worktree", "remove", "--force", json.loads(file.read_text("utf-8"))["worktree"], ok=(0, 128))
+    if file.exists() and Path(last := json.loads(file.read_text("utf-8"))["worktree"]).is_dir():
+        Git(last).undisturbed()
+        git.run("worktree", "remove", "--force", last)
     git.run("worktree", "prune")
     names = (f"forksync/{made.new[:10]}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
     branch = next(n for n in names if not git.ref(f"refs/heads/{n}"))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forksync import base as knowledge
-from forksync.base import FOLDER, Gate, Metric, digest
+from forksync.base import FOLDER, Config, Gate, Metric, digest
 from forksync.fix import round_of, settle
 from forksync.gate import Result, check
 from forksync.git import STUCK, ForksyncError, Git
@@ -45,13 +45,18 @@ class Verdict:
     seconds: float = 0.0
 
 
-def verify(p: Pair, root: Path, tree: str) -> list[Verdict]:
-    """Run the gates on a work tree whose content is `tree`. Stops after the first kind that fails. Raises: ForksyncError without a functional gate."""
-    gates = sorted(p.base.config.gate, key=lambda g: KINDS.index(g.kind))
-    if not gates or gates[0].kind != "functional":
+def gates(config: Config) -> list[Gate]:
+    """Cheap before dear. Raises: ForksyncError without a functional gate."""
+    found = sorted(config.gate, key=lambda g: KINDS.index(g.kind))
+    if not found or found[0].kind != "functional":
         raise ForksyncError("config.toml has no functional gate", 'no tests, no loop: add [[gate]] kind = "functional" run = "pytest -q"')
+    return found
+
+
+def verify(p: Pair, root: Path, tree: str) -> list[Verdict]:
+    """Run the gates on a work tree whose content is `tree`. Stops after the first kind that fails."""
     out: list[Verdict] = []
-    for gate in gates:
+    for gate in gates(p.base.config):
         if all(v.ok or v.kind == gate.kind for v in out):
             begun = time.monotonic()
             said, excess, log = judged(p, gate, root, tree)
@@ -162,6 +167,7 @@ def measure(p: Pair, run: Run) -> tuple[Result, list[Verdict], list[float]]:
     """Gate 1, where it is green gate 2, on the run's branch, and the error: lost, conflicts, drift, lint, then what each kind of gate misses,
     to be compared from the left."""
     here, base = Git(run.worktree), knowledge.read(Path(run.worktree))
+    here.undisturbed()
     result = check(base, here, base.lock.mirror_tree, "HEAD")
     settle(run, result)
     conflicts = sum(i.blocks and i.kind != "gate" for i in run.items)

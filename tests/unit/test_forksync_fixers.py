@@ -207,6 +207,7 @@ SCRIPT = "{python} -c 'import json,sys;json.dump(dict(diff=%s,reward=[%s+{seed}/
 def test_gate_2_cheap_before_dear(template, tmp_path, capsys):
     _upstream, fork = kit.copied(template, tmp_path)
     assert run(fork, "verify") == 2 and "no tests, no loop" in capsys.readouterr().err
+    assert run(fork, "loop") == 2 and not (fork / ".git/forksync/worktrees").exists()
     metric = "metrics.diff = { max = 0.02 }\n"
     tost = "seeds = 3\nrun_upstream = true\nmetrics.reward = { tost = 0.05, window = 20 }\n"
     kit.configure(fork, gates(("unit", "functional", "true", ""), ("logprob", "precision", SCRIPT % ("0.01", "1"), metric), ("curve", "convergence", SCRIPT % ("0", "1"), tost)))

@@ -157,6 +157,7 @@ def test_the_ledger_replays_a_signed_edit_and_a_person_signs_the_rest(toy, capsy
     work = next((fork / ".git/forksync/worktrees").iterdir())
     assert "part 4, faster\n    y = x + 12\n    return y" in (work / "birch/part_4.py").read_text(), "upstream's words, the fork's edit"
     edit(work, "birch/pair_a.py", "    return x + 126.0\n", "    return (x + 126.0) * 2\n")
+    assert run(fork, "loop") == run(fork, "sync", "--anew") == 7 and "(x + 126.0) * 2" in (work / "birch/pair_a.py").read_text(), "nothing of a person's is reset"
     assert run(work, "sign", "birch/pair_a.py", "--by", "ann", "--yes") == 0, "the reason is handed on"
     commit(work, "by hand")
     assert run(fork, "loop") == 0
