@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Policy(Strict):
 
 
 class Lint(Strict):
-    forbidden: list[str] = []
+    forbidden: list[re.Pattern[str]] = []
     vocabulary: Literal["auto", "off"] = "auto"
     known: str = ""  # a file of names that are fine
 

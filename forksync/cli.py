@@ -20,7 +20,7 @@ from forksync.fix import round_of
 from forksync.gate import Result, check
 from forksync.git import GATE, OPEN, ForksyncError, Git
 from forksync.sync import MINUTES, Pair, Plan, Run, open_run, pair, plan, sync
-from forksync.verify import gates, loop, unexecuted, verify
+from forksync.verify import gates, loop, verify
 
 STEPS = """a first sync:
   forksync init --upstream ../upstream --rename old=new    where the fork stands; every difference becomes baseline
@@ -106,8 +106,7 @@ def act_mirror(p: Pair, args: argparse.Namespace) -> int:
     print(f"refs/forksync/mirror: {len(chain.commits)} commits, {made}" + (", reproduced" if args.check and again == made else ""))
     if chain.missing:
         print(f"  {len(chain.missing)} files are missing in the clone of upstream, first {min(chain.missing)}")
-    if again != made:
-        print(f"  made anew it is {again}: the table or git differs from what made the first")
+    print(f"  made anew it is {again}: the table or git differs from what made the first\n" * (again != made), end="")
     return int(again != made)
 
 
@@ -167,7 +166,8 @@ def act_report(p: Pair, args: argparse.Namespace) -> int:
     last = json.loads(file.read_text("utf-8"))
     if args.coverage:
         changed = Git(run.worktree).out("diff", "--name-only", run.fork, "HEAD").splitlines() if run else [f["path"] for f in last["findings"]]
-        last["unexecuted"] = unexecuted(Path(args.coverage), changed)
+        ran = json.loads(Path(args.coverage).read_text("utf-8"))["files"]
+        last["unexecuted"] = [x for x in changed if x.endswith(".py") and not ran.get(x, {}).get("executed_lines")]
     text = report.FORMATS[args.format](last)
     print(text) if not args.out else Path(args.out).write_text(text, "utf-8")
     return 0

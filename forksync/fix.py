@@ -132,17 +132,17 @@ def guarded(base: Base, git: Git, reply: Reply, allowed: list[str], item: Item, 
     guard, head = base.config.guard, git.tree("HEAD")
     files: dict[str, str] = {}
     for e in reply.edits:
-        if os.path.normpath(e.path) != e.path or e.path.startswith(("/", "..")) or matches(e.path, guard.protected):
-            raise Refused(f"{e.path} is not writable for fixers")
-        if matches(e.path, guard.tests) and e.path != item.path:
-            raise Refused(f"{e.path} is a test, and the item is not")
-        if e.path not in allowed or head.get(e.path, ("",))[0] not in ("100644", "100755"):
-            raise Refused(f"{e.path} does not belong to {item.id}")
-        text = files.get(e.path, git.text(head[e.path]) or "")
-        if not e.old or text.count(e.old) != 1:
-            raise Refused(f"{e.path}: `old` stands {text.count(e.old) if e.old else 0} times in the file, not once")
-        if max(e.old.count("\n"), e.new.count("\n")) > guard.max_lines:
-            raise Refused(f"{e.path}: an edit of over {guard.max_lines} lines")
+        text = files.get(e.path, git.text(head.get(e.path)) or "")
+        n, odd = text.count(e.old) if e.old else 0, os.path.normpath(e.path) != e.path or e.path.startswith(("/", ".."))
+        for wrong, why in [
+            (odd or matches(e.path, guard.protected), "is not writable for fixers"),
+            (matches(e.path, guard.tests) and e.path != item.path, "is a test, and the item is not"),
+            (e.path not in allowed or head.get(e.path, ("",))[0] not in ("100644", "100755"), f"does not belong to {item.id}"),
+            (n != 1, f"has `old` {n} times, not once"),
+            (max(e.old.count("\n"), e.new.count("\n")) > guard.max_lines, f"has an edit of over {guard.max_lines} lines"),
+        ]:
+            if wrong:
+                raise Refused(f"{e.path} {why}")
         files[e.path] = text.replace(e.old, e.new)
     for p, text in files.items():
         was = git.text(head[p]) or ""

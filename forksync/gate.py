@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forksync.base import FOLDER, Base, Entry, Ledgered
-from forksync.git import SAFETY, UNSIGNED, ForksyncError, Git, Tree
+from forksync.git import SAFETY, UNSIGNED, Git, Tree
 from forksync.hunks import TEXT, Hunk, Lines, bag, between, lines, replays
 
 MEANING = {  # kind of finding -> what it says
@@ -101,11 +101,11 @@ def check(base: Base, git: Git, mirror: str, fork: str, today: datetime.date | N
     for path in sorted(by_path.keys() | base.ledger.keys()):
         if base.config.mode(path) != "own":
             _path(base, sides, path, by_path.get(path, []), today, result)
-    for pattern in base.config.lint.forbidden if lint else []:
-        places = lint_places(base, git, sides.fork, pattern)
-        result.lints[pattern], allowed = len(places), base.lock.lints.get(pattern, 0)
+    for wanted in base.config.lint.forbidden if lint else []:
+        places, allowed = lint_places(base, git, sides.fork, wanted), base.lock.lints.get(wanted.pattern, 0)
+        result.lints[wanted.pattern] = len(places)
         if len(places) > allowed:
-            result.add("lint", places[0][0], f"{pattern!r}: {len(places)} places, {allowed} allowed", places[0][1])
+            result.add("lint", places[0][0], f"{wanted.pattern!r}: {len(places)} places, {allowed} allowed", places[0][1])
     if result.baseline > base.lock.baseline:
         result.add("base", FOLDER, f"{result.baseline} baseline entries, lock.toml allows {base.lock.baseline}: the baseline may only fall")
     return result
@@ -220,12 +220,8 @@ def watched_id(sides: Sides, target: str) -> str:
     return content_id(text)[:12] if text else ""
 
 
-def lint_places(base: Base, git: Git, tree: Tree, pattern: str) -> list[tuple[str, int]]:
+def lint_places(base: Base, git: Git, tree: Tree, wanted: re.Pattern[str]) -> list[tuple[str, int]]:
     """Path and line of each match in the fork's text files."""
-    try:
-        wanted = re.compile(pattern, re.M)
-    except re.error as e:
-        raise ForksyncError(f"config.toml: lint.forbidden: {e} in {pattern!r}", "a Python regular expression is wanted") from e
     texts = [(p, git.text(e) or "") for p, e in tree.items() if not p.startswith(f"{FOLDER}/") and base.config.mode(p) != "own"]
     return [(p, text.count("\n", 0, m.start()) + 1) for p, text in texts for m in wanted.finditer(text)]
 

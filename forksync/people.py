@@ -161,7 +161,7 @@ def rebaseline(base: Base, git: Git, mirror: str, fork: str, by: str, adopt: boo
         known = {(p, e.fp) for p, f in base.ledger.items() for e in f.d if e.status != "retired"}
         add(base, [h for h in hunks if (h.path, h.fp) not in known], "baseline")
         lock.baseline = base.baseline()
-        lock.lints = {x: len(lint_places(base, git, git.tree(fork), x)) for x in base.config.lint.forbidden}
+        lock.lints = {x.pattern: len(lint_places(base, git, git.tree(fork), x)) for x in base.config.lint.forbidden}
     base.log("rebaseline", by, signs=signs, carried=carried, retired=retired, adopted=base.baseline() - before)
     base.save()
     refresh_whole(base, git, mirror, fork, check(base, git, mirror, fork))

@@ -77,13 +77,7 @@ def merge(git: Git, fork: str, old: str, new: str, keep: set[str] | None = None)
     for path, sides in sorted(stages.items()):
         final[path], found = _resolved(git, path, sides)
         items += found
-    return Merged(git.tree_with(tree, final), numbered(items), changed, kept)
-
-
-def numbered(items: list[Item]) -> list[Item]:
-    for n, item in enumerate(items):
-        item.id = f"I-{n + 1}"
-    return items
+    return Merged(git.tree_with(tree, final), items, changed, kept)
 
 
 def _resolved(git: Git, path: str, stages: dict[int, Entry]) -> tuple[Entry | None, list[Item]]:
@@ -216,7 +210,9 @@ def plan(p: Pair, to: str = "") -> Plan:
     merged = merge(p.fork, fork, old_mirror, new_mirror, keep)
     for item in merged.items:
         item.commits = touching(p.fork, old_mirror, new_mirror, item.path)
-    merged.items = numbered(merged.items + _to_review(p, merged, before, after, fork))
+    merged.items += _to_review(p, merged, before, after, fork)
+    for n, item in enumerate(merged.items):
+        item.id = f"I-{n + 1}"
     return Plan(old, new, fork, old_mirror, new_mirror, merged, len(chain.path(old, new)))
 
 

@@ -24,11 +24,6 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
 
-class PathRule(Strict):
-    source: str = Field(alias="from")
-    to: str
-
-
 class Protect(Strict):
     pattern: str
     why: str = ""
@@ -56,7 +51,7 @@ class TableFile(Strict):
     upstream: str = ""
     fork: str = ""
     case_variants: dict[str, list[str]] = {}  # for people: the forms that rules should cover
-    path: list[PathRule] = []
+    path: list[Rule] = []  # regexes, whatever their kind says
     protect: list[Protect] = []
     rule: list[Rule] = []
     example: list[Example] = []

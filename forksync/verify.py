@@ -157,12 +157,6 @@ def upstream_files(p: Pair) -> Path:
     return folder
 
 
-def unexecuted(coverage: Path, changed: list[str]) -> list[str]:
-    """Changed Python files of which no gate ran a line, from a file of `coverage json`."""
-    files = json.loads(coverage.read_text("utf-8"))["files"]
-    return [p for p in changed if p.endswith(".py") and not files.get(p, {}).get("executed_lines")]
-
-
 def measure(p: Pair, run: Run) -> tuple[Result, list[Verdict], list[float]]:
     """Gate 1, where it is green gate 2, on the run's branch, and the error: lost, conflicts, drift, lint, then what each kind of gate misses,
     to be compared from the left."""
@@ -196,23 +190,19 @@ def loop(p: Pair, run: Run, tell: Callable[[str], None]) -> tuple[int, str, Resu
     run.errors, run.trees = [error], [code_tree(run)]
     for n in range(1, limits.max_iterations + 2):
         tell("round {}: lost {:g}, conflicts {:g}, drift {:g}, lint {:g}, gates {:g}".format(n, *error[:4], sum(error[4:])))
-        spent, why = time.monotonic() - begun, ""
-        if not any(error):
-            return 0, "converged", result, verdicts
-        if error[0]:
-            return result.code, "a signed edit is lost", result, verdicts
-        if spent > limits.budget_s or run.tokens > limits.budget_tokens:
-            why = f"budget spent: {spent:.0f} s, {run.tokens} tokens"
-        elif run.trees[-1] in run.trees[:-2] and run.trees[-1] != run.trees[-2]:
-            why = "oscillation: this tree was there before"
-        elif stalled >= limits.stall:
-            why = f"no progress in {stalled} rounds"
-        elif n > limits.max_iterations:
-            why = f"{limits.max_iterations} rounds"
-        elif not any(i.blocks and i.attempts < limits.per_item_attempts for i in run.items):
-            why = "what is left is for people: sign, or edit in the worktree"
-        if why:
-            return STUCK, why, result, verdicts
+        spent, left = time.monotonic() - begun, any(i.blocks and i.attempts < limits.per_item_attempts for i in run.items)
+        stops: list[tuple[object, int, str]] = [
+            (not any(error), 0, "converged"),
+            (error[0], result.code, "a signed edit is lost"),
+            (spent > limits.budget_s or run.tokens > limits.budget_tokens, STUCK, f"budget spent: {spent:.0f} s, {run.tokens} tokens"),
+            (run.trees[-1] in run.trees[:-2] and run.trees[-1] != run.trees[-2], STUCK, "oscillation: this tree was there before"),
+            (stalled >= limits.stall, STUCK, f"no progress in {stalled} rounds"),
+            (n > limits.max_iterations, STUCK, f"{limits.max_iterations} rounds"),
+            (not left, STUCK, "what is left is for people: sign, or edit in the worktree"),
+        ]
+        for hit, code, why in stops:
+            if hit:
+                return code, why, result, verdicts
         for line in round_of(p, run, result, "\n".join(v.log for v in verdicts if not v.ok)):
             tell(f"  {line}")
         open_run(p)  # the fork's branch may have moved meanwhile

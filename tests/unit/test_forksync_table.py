@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forksync.git import ForksyncError
-from forksync.table import PathRule, Protect, Rule, Table, TableFile, needles, parsed, renames
+from forksync.table import Protect, Rule, Table, TableFile, needles, parsed, renames
 
 ENGINE = TableFile(
-    path=[PathRule(source="slate", to="vane")],
+    path=[Rule(source="slate", to="vane")],
     protect=[Protect(pattern=r"https?://x\.org/slate/\d+"), Protect(pattern=r"\bglang\.srt(?:\.\w+)*")],
     rule=[
         Rule(kind="flag", source="--glang-mem-static", to="--vapor-memory"),
