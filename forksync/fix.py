@@ -183,7 +183,7 @@ def round_of(p: Pair, run: Run, result: Result, log: str = "") -> list[str]:
             allowed = [x for x in moved if not matches(x, [*base.config.guard.tests, *base.config.guard.protected])]
         for fixer in base.config.fixer:
             name = Path(fixer.argv[0]).name if fixer.argv else fixer.kind
-            request, state, answer = question(base, run, item, result, allowed, log), _outside(p, tree), ""
+            request, state, answer = question(base, run, item, result, allowed, log), _outside(p, tree, fixer), ""
             try:
                 if fixer.kind == "rules":
                     reply = by_rules(item, base.active(item.path), request["files"].get(item.path, ""))
@@ -201,7 +201,7 @@ def round_of(p: Pair, run: Run, result: Result, log: str = "") -> list[str]:
                 said.append(f"{item.id} {item.path}: {why}")
                 continue
             finally:
-                if _outside(p, tree) != state:
+                if _outside(p, tree, fixer) != state:
                     tree.run("reset", "-q", "--hard", "HEAD")
                     tree.run("clean", "-fdq")
                     raise ForksyncError(f"fixer {name} wrote to a repository by itself", "the worktree was reset; take that fixer out", SAFETY)
@@ -220,8 +220,10 @@ def round_of(p: Pair, run: Run, result: Result, log: str = "") -> list[str]:
     return said
 
 
-def _outside(p: Pair, tree: Git) -> tuple[str, ...]:
-    """What no fixer may change by itself: branches and tags, the run's worktree, and the fork's own."""
+def _outside(p: Pair, tree: Git, fixer: Fixer) -> tuple[str, ...]:
+    """What a command may not change by itself: branches and tags, the run's worktree, and the fork's own."""
+    if fixer.kind != "command":
+        return ()
     return p.fork.out("for-each-ref", "refs/heads", "refs/tags"), tree.out("status", "--porcelain"), p.fork.out("status", "--porcelain")
 
 

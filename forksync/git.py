@@ -79,11 +79,6 @@ class Git:
         data = b"" if entry is None else None if entry[0] == "160000" else self.read(entry[1])
         return None if data is None or b"\0" in data else data.decode("utf-8", "surrogateescape")
 
-    def close(self) -> None:
-        if self._cat is not None:
-            self._cat.communicate()
-            self._cat = None
-
     def tree(self, treeish: str) -> Tree:
         """{path: (mode, object id)} of all files, links and submodules."""
         rows = [line.split(b"\t", 1) for line in self.run("ls-tree", "-r", "-z", "--full-tree", treeish)[1].split(b"\0")[:-1]]

@@ -89,7 +89,6 @@ class Chain:
         stream += [b"get-mark :%d\n" % n for n in marks.values()] + [b"done\n"]
         ids = self.fork.out("fast-import", "--quiet", "--force", "--done", "--date-format=raw-permissive", data=b"".join(stream)).split()
         self.commits |= dict(zip(marks, ids))
-        self.upstream.close()
         self.fork.run("update-ref", ref, ids[-1], *([old] if old else []))
         self.fork.run("update-ref", "-d", temporary)
 

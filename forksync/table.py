@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable
@@ -97,7 +98,8 @@ class Table:
 
     def __init__(self, data: TableFile, where: Path | str = "translation.toml"):
         self.data, self.where = data, where
-        self.sha = hashlib.sha256(data.model_dump_json(exclude={"example"}).encode()).hexdigest()[:16]
+        what = [[(r.source, r.to) for r in data.path], [p.pattern for p in data.protect], [(r.kind, r.source, r.to, r.scope, r.twin) for r in data.rule]]
+        self.sha = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]  # of what translates, not of notes and examples
         self.paths = [(self._compiled(r.source, f"path.{i}"), r.to) for i, r in enumerate(data.path)]
         self.protects = [(self._compiled(p.pattern, f"protect.{i}"), needles(p.pattern)) for i, p in enumerate(data.protect)]
         self.rules = [(f"rule.{i} ({r.source})", r.scope, *step) for i, r in enumerate(data.rule) for step in self._steps(i, r)]

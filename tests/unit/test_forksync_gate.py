@@ -21,9 +21,7 @@ FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChec
 
 @pytest.fixture(scope="module")
 def git(tmp_path_factory):
-    made = Git(kit.repository(tmp_path_factory.mktemp("gate") / "r", {"f": "x\n"}))
-    yield made
-    made.close()
+    return Git(kit.repository(tmp_path_factory.mktemp("gate") / "r", {"f": "x\n"}))
 
 
 def tree(git: Git, lines: list[str]) -> str:

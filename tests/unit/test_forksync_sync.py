@@ -2,15 +2,19 @@
 
 import json
 import os
+import tempfile
 import tomllib
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forksync import base as knowledge
 from forksync.git import ForksyncError, Git
 from forksync.mirror import Chain
 from forksync.sync import merge, pair
-from forksync.table import Table, TableFile
+from forksync.table import Table, TableFile, parsed
 from tests.unit import forksync_kit as kit
 from tests.unit.forksync_kit import commit, edit, git, run, write
 
@@ -58,6 +62,31 @@ def test_mirror_is_deterministic(toy):
     assert run(fork, "mirror") == 0 and run(fork, "mirror", "--check") == 0
 
 
+NAMES = st.sampled_from(["acorn/a.py", "acorn/b/c.txt", "docs/acorn.md", "x", "\u00e9 acorn"])
+CONTENTS = st.sampled_from([None, "", "acorn\n", "Acorn --acorn-mem\r\n", b"acorn\0", b"caf\xe9 acorn"])
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.dictionaries(NAMES, CONTENTS, min_size=1), min_size=1, max_size=4), st.integers(0, 4))
+def test_any_history_has_one_mirror(moves, cut):
+    """Built at once or in two steps: the same commits; each mirrored tree has the same names and modes as upstream's, translated."""
+    with tempfile.TemporaryDirectory() as folder:
+        up = kit.repository(Path(folder, "u"), {"keep": "acorn\n"})
+        for n, files in enumerate(moves):
+            write(up, {k: v for k, v in files.items() if v is not None or (up / k).exists()} | {"keep": f"{n} acorn\n"})
+            commit(up, f"move {n}")
+        upstream, fork = Git(up), Git(kit.repository(Path(folder, "f"), {"x": ""}))
+        table = Table(parsed(TableFile, kit.TABLE, "table"))
+        log = upstream.out("rev-list", "--reverse", "HEAD").split()
+        once, twice = Chain(fork, upstream, table), Chain(fork, upstream, table)
+        made = once.build(log[0], log[-1], "refs/forksync/t1")
+        twice.build(log[0], log[min(cut, len(log) - 1)], "refs/forksync/t2")
+        assert twice.build(log[0], log[-1], "refs/forksync/t2") == made and once.commits == twice.commits
+        for source, mirror in once.commits.items():
+            assert {table.path(p): mode for p, (mode, _) in upstream.tree(source).items()} == {p: mode for p, (mode, _) in fork.tree(mirror).items()}
+            assert all(b"acorn" not in fork.read(oid).lower() or b"\0" in fork.read(oid) for _, oid in fork.tree(mirror).values())
+
+
 def test_colliding_paths_are_refused(toy):
     upstream, fork = toy
     write(upstream, {"birch/core.py": "x\n"})
@@ -100,7 +129,7 @@ def test_pre_commit_hook_stops_a_commit(toy):
     hook.write_text(f"#!/bin/sh\nexec {sys.executable} -m forksync.cli check --staged\n")
     hook.chmod(0o755)
     edit(fork, "birch/part_9.py", "    return x + 9\n", "    return x + 9.5\n")
-    root = str(__import__("pathlib").Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(["git", "-C", fork, "commit", "-qam", "x"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": root})
     assert done.returncode and "birch/part_9.py" in done.stdout + done.stderr
 
