@@ -140,13 +140,13 @@ def main() -> int:
     begun = time.time()
     work.chain(table).build(work.at(W3), work.at(W3), "refs/forksync/one")
     one = time.time() - begun
-    begun = time.time()
+    begun, busy = time.time(), sum(os.times()[:4])
     chain = work.chain(table)
     tip = chain.build(work.at(FORK_POINT), work.at("main"))
-    whole = time.time() - begun
+    whole, busy = time.time() - begun, sum(os.times()[:4]) - busy
     again = work.chain(table).build(work.at(FORK_POINT), work.at("main"), "refs/forksync/again")
     files, rebuilt = len(git.tree(chain.commits[work.at(W3)])), "identical" if tip == again else "other"
-    row("A1", "<= 2 s, <= 10 s, identical", f"{files} files {one:.2f} s, {len(chain.commits)} commits {whole:.1f} s, rebuilt {rebuilt}",
+    row("A1", "<= 2 s, <= 10 s, identical", f"{files} files {one:.2f} s, {len(chain.commits)} commits {whole:.1f} s ({busy:.1f} s of CPU), rebuilt {rebuilt}",
         one <= 2 and whole <= 10 and tip == again)  # fmt: skip
     if args.mirrored:
         literals = [("SGLang", "vLLM"), ("Sglang", "Vllm"), ("sglang", "vllm"), ("SGLANG", "VLLM"), ("slime", "vime"), ("Slime", "Vime"), ("SLIME", "VIME")]
