@@ -18,8 +18,8 @@ from vime import config
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCKS = {"cpu": ["cpu", "dataplane", "demo", "dev", "lora", "trackers"], "cuda": ["cuda", "dataplane", "demo", "dev", "lora", "trackers"]}  # lock -> extras that it holds
-MAX_FILE, MAX_PRODUCT = 500, 12_000  # lines
+LOCKS = {f: [f, "dataplane", "demo", "dev", "forksync", "lora", "trackers"] for f in ("cpu", "cuda")}  # lock -> extras that it holds
+MAX_FILE, MAX_PRODUCT, MAX_FORKSYNC = 500, 12_000, 2_000  # lines
 
 
 def sources(*folders: str) -> list[Path]:
@@ -46,7 +46,7 @@ def requirements(extras: list[str]) -> list[Requirement]:
 
 
 def test_no_file_is_too_long():
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources("vime", "tests", "examples", "benchmarks")}
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources("vime", "forksync", "tests", "examples", "benchmarks")}
     long = {p: n for p, n in lengths.items() if n > MAX_FILE}
     assert not long, f"over {MAX_FILE} lines: {long}"
 
@@ -54,6 +54,8 @@ def test_no_file_is_too_long():
 def test_product_stays_small():
     total = sum(len(p.read_text().splitlines()) for p in sources("vime"))
     assert total < MAX_PRODUCT, f"vime/ has {total} lines of {MAX_PRODUCT}"
+    total = sum(bool(line.strip()) for p in sources("forksync") for line in p.read_text().splitlines())
+    assert total < MAX_FORKSYNC, f"forksync/ has {total} lines that aren't blank, of {MAX_FORKSYNC}"
 
 
 @pytest.mark.parametrize("flavour", LOCKS)
@@ -91,14 +93,16 @@ def test_environment_is_the_lock():
 def test_every_import_is_declared():
     """What vime imports is a direct dependency in pyproject.toml, not something that another package happens to bring."""
     declared = {canonicalize_name(r.name) for r in requirements(["cpu", "cuda", "dataplane", "demo", "lora", "trackers"])}
+    alone = {canonicalize_name(Requirement(t).name) for t in PROJECT["optional-dependencies"]["forksync"]}
     owners = importlib.metadata.packages_distributions()
     missing = set()
-    for path in sources("vime"):
+    for path in sources("vime", "forksync"):
+        allowed = alone if "forksync" in path.parts else declared
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for top in {n.partition(".")[0] for n in names} - set(sys.stdlib_module_names) - {"vime", "tests", "benchmarks", ""}:
-                if not {canonicalize_name(d) for d in owners.get(top, [top])} & declared:
+            for top in {n.partition(".")[0] for n in names} - set(sys.stdlib_module_names) - {"vime", "forksync", "tests", "benchmarks", ""}:
+                if not {canonicalize_name(d) for d in owners.get(top, [top])} & allowed:
                     missing.add(f"{path.relative_to(ROOT)}: {top}")
     assert not missing
 
