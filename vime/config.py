@@ -276,6 +276,9 @@ def validate(tree: dict[str, Any], source: str) -> Config:
             else:
                 got = "" if isinstance(fault["input"], (dict, list, BaseModel)) else f" (got {fault['input']!r:.80})"
                 said = fault["msg"].removeprefix("Value error, ").splitlines()
+                if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+                    valid = re.findall("'(.*?)'", fault["ctx"]["expected"])
+                    said = [f"{said[0]}; {nearest(fault['input'], valid)}"]
                 lines += [f"{key + ': ' if key else ''}{line}{got}" for line in said]
         raise VimeError(f"{source}: {len(lines)} fault{'s' if len(lines) > 1 else ''}\n  " + "\n  ".join(lines)) from e
 

@@ -156,6 +156,11 @@ def data_plane(cfg: Config) -> list[str]:
             ctypes.CDLL("libibverbs.so.1")
         except OSError:
             faults.append("data_plane: Mooncake needs libibverbs.so.1, also over TCP: apt-get install libibverbs1")
+    for name, used in (("mooncake", d.on_mooncake), ("transferqueue", d.backend == "transferqueue")):
+        if not used and getattr(d, name) != type(getattr(d, name))():
+            faults.append(f"[data_plane.{name}] has no meaning with data_plane.backend = {d.backend!r}: leave it out")
+    if m.device and m.protocol == "tcp":
+        faults.append(f'data_plane.mooncake.device {m.device!r} is of protocol = "rdma"')
     segments = cfg.rollout.num_workers if m.storage == "own" else m.processes
     if d.backend == "mooncake" and m.replicas > segments and not m.master:
         faults.append(f"data_plane.mooncake.replicas {m.replicas} copies need as many segments, and {m.storage!r} storage has {segments}")

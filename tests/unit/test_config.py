@@ -50,7 +50,7 @@ def test_missing_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data_plane.backend=moncake"], "data_plane.backend = 'moncake' is not known; did you mean 'mooncake'?"),
+        (["data_plane.backend=moncake"], "data_plane.backend: Input should be .*; did you mean 'mooncake'"),
         (["data_plane.mooncake.replicas=2"], "data_plane.mooncake. has no meaning with data_plane.backend = 'shm'"),
         (["data_plane.backend=mooncake", "data_plane.mooncake.replicas=2"], "2 copies need as many segments, and 'own' storage has 1"),
         (["data_plane.backend=mooncake", "data_plane.mooncake.device=mlx5_0"], "device 'mlx5_0' is of protocol = \"rdma\""),
