@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.multiprocessing as mp
 from torch.distributed.tensor._redistribute import _gen_transform_infos
@@ -24,6 +25,7 @@ from vime.trainer.batch import plan
 from vime.trainer.engine import Trainer
 
 VOCAB = 61
+THREADS = 150  # gloo leaves a few behind with each process group, and each wakes up a hundred times a second
 
 
 def make_model(folder: Path, kind: str = "llama", tied: bool = True, seed: int = 0, **shape: Any) -> Path:
@@ -123,9 +125,13 @@ class Ranks:
     RuntimeError that names its error."""
 
     def __init__(self, world: int):
+        self.world = world
+        self.start()
+
+    def start(self) -> None:
         context = mp.get_context("spawn")
         self.pipes, self.processes = [], []
-        for rank in range(world):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
             self.processes.append(context.Process(target=_rank_main, args=(rank, theirs), daemon=True))
             self.processes[-1].start()
@@ -133,6 +139,9 @@ class Ranks:
             self.pipes.append(ours)
 
     def __call__(self, fn: Callable[..., Any], cfg: Config, *args: Any, timeout: float = 240) -> list[Any]:
+        if psutil.Process(self.processes[0].pid).num_threads() > THREADS:
+            self.close()
+            self.start()
         port, pipes = free_port(), self.pipes[: cfg.parallel.ranks]
         assert len(pipes) == cfg.parallel.ranks
         for pipe in pipes:
