@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.cluster import Cluster
+from vime.data.plane import Plane, open_store
 from vime.errors import VimeError
 from vime.sample import meta_of
 from vime.trainer import checkpoint
@@ -112,10 +113,12 @@ def test_peers_of_a_rank_that_goes_astray_do_not_wait_for_it(tmp_path, how):
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         cluster = Cluster(cfg, cfg.folder)
+        cluster.plane = Plane(cfg.data_plane, tmp_path.name, 1, tmp_path)
+        cluster.store = open_store(cluster.plane.spec, "driver")
         cluster.gather(cluster.start_trainers("127.0.0.1", None), "trainer rank")
         start = time.monotonic()
         with pytest.raises(VimeError) as e:
-            cluster.train(1, plan(metas, [1.0] * len(metas), cfg, 2), {g[0].group_index: ray.put(g) for g in batch})
+            cluster.train(1, plan(metas, [1.0] * len(metas), cfg, 2), {g[0].group_index: cluster.put(g) for g in batch})
         took = time.monotonic() - start
         if how == "raise":
             assert took < 15 and e.value.what.startswith("step 1, rank 1, micro-batch 1 of 1 (samples"), e.value
@@ -125,6 +128,7 @@ def test_peers_of_a_rank_that_goes_astray_do_not_wait_for_it(tmp_path, how):
             assert "in stray_on_rank_one" in e.value.what and "rank 0" not in e.value.what
             assert "vime/trainer/engine.py" in e.value.log and "in backward" in e.value.log
     finally:
+        cluster.plane.close()
         ray.shutdown()
 
 

@@ -226,7 +226,7 @@ class Pool:
         self.ledger.nack([f.group_index for f in part], f"step {self.step}")
         self.streamed = [f for f in self.streamed if f not in part]
         for f in part:
-            if f.group_index in lost:
+            if f.group_index in lost or self.ledger.where(f.group_index) != "ready":  # its owner may have died since a rank read it
                 self.counts["lost"] += 1
                 self.put_back(f, None, None)
             else:
