@@ -52,6 +52,58 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         plane.close()
 
 
+class Producer:
+    """In a Ray actor, a store that puts."""
+
+    def __init__(self, spec: Any):
+        self.store = open_store(spec, "worker-1")
+
+    def put(self, key: str) -> list[Ref]:
+        return self.store.put({key: group(5)})
+
+
+@pytest.mark.parametrize("name", ["ray", "controller", "transferqueue-simple", "transferqueue-mooncake"])
+def test_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
+    """Of the others: test_store_failures.py. First in this file: a Ray cluster has one TransferQueue, and `backend` keeps its own to the end."""
+    plane = Plane(BACKENDS[name][0](), f"dies-{time.time_ns()}", 1, tmp_path)
+    try:
+        producer = cluster.remote(Producer).options(num_cpus=0).remote(plane.spec)
+        refs = cluster.get(producer.put.remote("run/dies/a0"), timeout=60)
+        reader = open_store(plane.spec)
+        assert same(reader.get(refs)[0], group(5))
+        cluster.kill(producer)
+        if BACKENDS[name][1] == "lost":
+            assert refs[0].owner == "worker-1"
+            begin = time.monotonic()
+            with pytest.raises(Lost, match="run/dies/a0"):
+                for _ in range(40):  # until Ray has noticed
+                    reader.get(refs)
+                    time.sleep(0.1)
+            assert time.monotonic() - begin < 15
+        else:
+            assert refs[0].owner == ""
+            time.sleep(1)
+            assert same(reader.get(refs)[0], group(5))
+        if name == "controller":
+            cluster.kill(plane.hub)
+            with pytest.raises(Lost, match="run/dies/a0"):
+                for _ in range(40):  # until Ray has noticed
+                    reader.get(refs)
+                    time.sleep(0.1)
+        if name == "transferqueue-simple":
+            with pytest.raises(VimeError, match="has a TransferQueue already"):
+                Plane(plane.spec.settings, "second", 1, tmp_path)
+            assert same(reader.get(refs)[0], group(5))  # and the first one goes on
+            for i in range(2):
+                cluster.kill(cluster.get_actor(f"TransferQueueStorageUnit#{i}"))
+            begin = time.monotonic()
+            with pytest.raises(Lost, match="run/dies/a0"):
+                reader.get(refs)
+            assert time.monotonic() - begin < 2 * plane.spec.settings.timeout
+    finally:
+        plane.close()
+
+
 def test_groups_come_back_whole_and_in_part(backend: tuple[str, Plane, Store, Store]):
     _, _, producer, reader = backend
     items = {f"run/g{i}/a0": group(i, rows=300 + 17 * i) for i in range(5)}
@@ -140,55 +192,3 @@ def test_a_full_store_keeps_what_it_has_and_nothing_of_what_it_refused(backend: 
     with pytest.raises(Lost):
         reader.get([Ref("run/full2/a0", 100, 0, head=64)])
     reader.free(refs)
-
-
-class Producer:
-    """In a Ray actor, a store that puts."""
-
-    def __init__(self, spec: Any):
-        self.store = open_store(spec, "worker-1")
-
-    def put(self, key: str) -> list[Ref]:
-        return self.store.put({key: group(5)})
-
-
-@pytest.mark.parametrize("name", ["ray", "controller", "transferqueue-simple", "transferqueue-mooncake"])
-def test_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
-    """Of the others: test_store_failures.py."""
-    plane = Plane(BACKENDS[name][0](), f"dies-{time.time_ns()}", 1, tmp_path)
-    try:
-        producer = cluster.remote(Producer).options(num_cpus=0).remote(plane.spec)
-        refs = cluster.get(producer.put.remote("run/dies/a0"), timeout=60)
-        reader = open_store(plane.spec)
-        assert same(reader.get(refs)[0], group(5))
-        cluster.kill(producer)
-        if BACKENDS[name][1] == "lost":
-            assert refs[0].owner == "worker-1"
-            begin = time.monotonic()
-            with pytest.raises(Lost, match="run/dies/a0"):
-                for _ in range(40):  # until Ray has noticed
-                    reader.get(refs)
-                    time.sleep(0.1)
-            assert time.monotonic() - begin < 15
-        else:
-            assert refs[0].owner == ""
-            time.sleep(1)
-            assert same(reader.get(refs)[0], group(5))
-        if name == "controller":
-            cluster.kill(plane.hub)
-            with pytest.raises(Lost, match="run/dies/a0"):
-                for _ in range(40):  # until Ray has noticed
-                    reader.get(refs)
-                    time.sleep(0.1)
-        if name == "transferqueue-simple":
-            with pytest.raises(VimeError, match="has a TransferQueue already"):
-                Plane(plane.spec.settings, "second", 1, tmp_path)
-            assert same(reader.get(refs)[0], group(5))  # and the first one goes on
-            for i in range(2):
-                cluster.kill(cluster.get_actor(f"TransferQueueStorageUnit#{i}"))
-            begin = time.monotonic()
-            with pytest.raises(Lost, match="run/dies/a0"):
-                reader.get(refs)
-            assert time.monotonic() - begin < 2 * plane.spec.settings.timeout
-    finally:
-        plane.close()

@@ -110,6 +110,8 @@ class Queue(Store):
         if not refs:
             return []
         rows = self.ask(self.tq.kv_batch_get, [r.key for r in refs], self.spec.run)["bytes"].unbind()
+        if len(rows) < len(refs):  # keys that are gone are left out
+            raise VimeError(f"{len(refs) - len(rows)} of {len(refs)} are not there")
         return [sized(r, row.numpy()) for r, row in zip(refs, rows, strict=True)]
 
     def free(self, refs: Iterable[Ref | str]) -> None:
