@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.rollout import gauges
 from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
@@ -161,15 +161,9 @@ class Fleet:
             return [Receiver(i, self.urls[i], self._run(self._clients[i].world_size()), self.loads) for i in self.serving()]
 
     def publish(
-        self,
-        version: int,
-        path: str,
-        canary: Canary | None,
-        tol: float = 1e-3,
-        deltas: tuple[str, ...] = (),
-        whole: Callable[[], str] | None = None,
-        sent: bool = False,
-    ) -> None:
+        self, version: int, path: str, canary: Canary | None, tol: float = 1e-3, deltas: tuple[str, ...] = (),
+        whole: Callable[[], str] | None = None, sent: bool = False,
+    ) -> None:  # fmt: skip
         """Bring weights `version`, the safetensors at `path` under `deltas`, to every server, one that dies meanwhile included, and prove
         that they took. Servers read only what they have not; one that refuses a delta gets the file that `whole()` makes. Those that were
         `sent` since `hold` are only proven.
@@ -179,7 +173,7 @@ class Fleet:
         """
         wanted = Weights(version, path, canary, tol, deltas, whole)
         with self.lock:
-            faults = self._run(self._apply_all(wanted._replace(sent=sent)))
+            faults = self._run(self._apply_to(self.serving(), wanted._replace(sent=sent)))
             refused = [e for e in faults if e and not isinstance(e, EngineDown)]
             for i, e in zip(self.serving(), faults):
                 if isinstance(e, EngineDown):  # dead, or alive with half a model: only a restart brings it back
@@ -190,15 +184,17 @@ class Fleet:
                 raise refused[0]
             self._current = wanted
 
-    async def _apply_all(self, w: Weights) -> list[VimeError | None]:
-        return await asyncio.gather(*(self._try(i, w) for i in self.serving()))
+    async def _apply_to(self, servers: list[int], w: Weights) -> list[VimeError | None]:
+        """Update them all; the error of each that has one."""
 
-    async def _try(self, i: int, w: Weights) -> VimeError | None:
-        try:
-            await self._apply(i, w)
-        except VimeError as e:
-            return e
-        return None
+        async def attempt(i: int) -> VimeError | None:
+            try:
+                await self._apply(i, w)
+            except VimeError as e:
+                return e
+            return None
+
+        return await asyncio.gather(*map(attempt, servers))
 
     async def _apply(self, i: int, w: Weights) -> None:
         """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
@@ -220,8 +216,8 @@ class Fleet:
             if w.deltas and w.whole:
                 self.delta_refused += 1
                 return await self._apply(i, w._replace(path=await asyncio.to_thread(w.whole), deltas=()))
-            said = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
-            raise VimeError(f"{at}: {w.path}{said}", "it keeps the weights it had") from e
+            why = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
+            raise VimeError(f"{at}: {w.path}{why}", "it keeps the weights it had") from e
         if i in self.drafts:
             await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
             await c.post(DRAFT_START)
@@ -259,24 +255,31 @@ class Fleet:
 
     def _heal(self, i: int, weights: Weights | None, why: BaseException | str) -> None:
         """Restart server i and give it `weights` (None: those it starts with). Raises VimeError after TRIES failures in a row."""
-        if self.restart is None or i in self.external:
-            raise VimeError(f"engine {i} ({self.urls[i]}) is down: {why}", "it was started elsewhere: start it again")
+        at, restart = f"engine {i} ({self.urls[i]})", self.restart
+        if restart is None or i in self.external:
+            raise VimeError(f"{at} is down: {why}", "it was started elsewhere: start it again")
+
+        def start() -> None:
+            restart(i)
+            self._slow[i] = 0
+            self.changed()
+            if weights:
+                self._run(self._apply(i, weights))
+
+        self._again(at, "engine_restarts", start)
+
+    def _again(self, who: str, count: str, start: Callable[[], None]) -> None:
+        """`start` until it succeeds. Raises: VimeError after TRIES failures."""
         for last in range(1, TRIES + 1):
             if self._closed.is_set():
                 return
+            self.counts[count] += 1
             try:
-                self.counts["engine_restarts"] += 1
-                self.restart(i)
-                self._slow[i] = 0
-                self.changed()
-                if weights:
-                    self._run(self._apply(i, weights))
-                return
+                return start()
             except Exception as e:  # whatever the holder of the server raises
                 if last == TRIES:
-                    said = e if isinstance(e, VimeError) else VimeError(f"{type(e).__name__}: {e}")
-                    at = f"engine {i} ({self.urls[i]}) was not brought back in {TRIES} tries"
-                    raise VimeError(f"{at}: {said.what}", said.fix, said.log) from e
+                    known = e if isinstance(e, VimeError) else VimeError(said(e))
+                    raise VimeError(f"{who} was not brought back in {TRIES} tries: {known.what}", known.fix, known.log) from e
 
     def watch(self) -> None:
         """Start the thread that looks at every server and the router each INTERVAL, and heals what is dead."""
@@ -294,7 +297,7 @@ class Fleet:
                     if self.router and not self.router.alive():
                         self._mend_router()
             except Exception as e:  # a watch that ends in silence would be worse than a run that ends
-                self._error = e if isinstance(e, VimeError) else VimeError(f"watching the servers failed: {type(e).__name__}: {e}")
+                self._error = e if isinstance(e, VimeError) else VimeError(f"watching the servers failed: {said(e)}")
                 return
 
     def _mend(self, i: int) -> None:
@@ -305,21 +308,17 @@ class Fleet:
             return  # a server started elsewhere gets its weights when it is back
         fault: VimeError | None = None
         if state is not None and self._current:  # restarted by someone else, so it serves its first weights
-            fault = self._run(self._try(i, self._current))
+            (fault,) = self._run(self._apply_to([i], self._current))
         if state is None or fault:
             self._heal(i, self._current, fault or "no answer")
 
     def _mend_router(self) -> None:
-        assert self.router
-        for last in range(1, TRIES + 1):
-            try:
-                self.counts["router_restarts"] += 1
-                self.router.restart()
-                self.changed()
-                return
-            except VimeError:
-                if last == TRIES or self._closed.is_set():
-                    raise
+        def start() -> None:
+            assert self.router
+            self.router.restart()
+            self.changed()
+
+        self._again("vllm-router", "router_restarts", start)
 
     def check(self) -> None:
         """Raises the VimeError that ended the watch, if any."""

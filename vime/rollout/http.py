@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -88,12 +88,11 @@ class EngineClient:
 
     async def _json(self, method: str, path: str, body: Any = None, **kw: Any) -> dict[str, Any]:
         raw = await self._call(method, path, body, **kw)
-        try:
+        got = None
+        with suppress(orjson.JSONDecodeError):
             got = orjson.loads(raw)
-        except orjson.JSONDecodeError as e:
-            raise EngineDown(f"{method} {self.url}{path}: the answer is not JSON: {_message(raw)}") from e
         if not isinstance(got, dict):
-            raise EngineDown(f"{method} {self.url}{path}: the answer is not an object: {_message(raw)}")
+            raise EngineDown(f"{method} {self.url}{path}: the answer is no JSON object: {_message(raw)}")
         return got
 
     async def close(self) -> None:
@@ -119,16 +118,15 @@ class EngineClient:
             if "No available workers" not in e.what:
                 raise
             raise EngineDown(f"{e.what}: {await self._behind()}") from e
-        choices = [self._choice(c) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
-        if content_parts:
-            if not (expanded := got.get("prompt_token_ids")):
-                raise VimeError(f"POST {self.url}{GENERATE}: no prompt_token_ids came back for a prompt with images")
-            choices = [replace(c, prompt_ids=expanded) for c in choices]
+        expanded = got.get("prompt_token_ids") if content_parts else None
+        if content_parts and not expanded:
+            raise VimeError(f"POST {self.url}{GENERATE}: no prompt_token_ids came back for a prompt with images")
+        choices = [self._choice(c, expanded) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
         if len(choices) != sampling_params.get("n", 1):
             raise EngineDown(f"POST {self.url}{GENERATE}: {len(choices)} choices came back for n = {sampling_params.get('n', 1)}")
         return choices
 
-    def _choice(self, c: dict[str, Any]) -> Choice:
+    def _choice(self, c: dict[str, Any], prompt_ids: list[int] | None = None) -> Choice:
         ids = c.get("token_ids") or []
         content = (c.get("logprobs") or {}).get("content") or []
         if len(content) != len(ids) or any(x["token_id"] != t for x, t in zip(content, ids)):
@@ -141,7 +139,7 @@ class EngineClient:
             versions[span["start"] : span["end"]] = [version_of(span["version"])] * (span["end"] - span["start"])
         lps, mask = [float(x["logprob"]) for x in content], c.get("sampling_mask")
         routing = npy_array(c["routed_experts"]) if c.get("routed_experts") else None
-        return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask, routing)
+        return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask, routing, prompt_ids)
 
     async def _behind(self) -> str:
         """Which servers the router would not use, and why, as it tells itself."""

@@ -15,15 +15,9 @@ Support = tuple[Tensor, Tensor]  # ids (K,) and offsets (N + 1,), int64: token i
 
 
 def policy_loss(
-    log_probs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    kind: str = "ppo",
-    lengths: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:
+    log_probs: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None,
+    kind: str = "ppo", lengths: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Policy-gradient loss per token. `log_probs` (float32, of the policy being trained; gradients flow through them only), `old` (before
     the update) and `advantages` have one shape, (N,) for gspo, which also needs `lengths`: the tokens of each sample, one after another.
 
@@ -179,17 +173,9 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float,
-        chunk: int,
-        loss_fn: LossFn,
-        use_entropy: bool,
-        support: Support | None = None,
-        whole: bool = False,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, loss_fn: LossFn, use_entropy: bool,
+        support: Support | None = None, whole: bool = False,
+    ) -> Tensor:  # fmt: skip
         """hidden (N, D), weight (V, D), labels (N,). `loss_fn(log_probs, entropy, tokens)` gets leaf tensors of the tokens that
         the slice `tokens` names and returns their summed loss; it may keep statistics. use_entropy: does the loss depend on it?
         support: what each token was drawn from, None: the vocabulary. whole: call loss_fn once, for all tokens; more than one chunk

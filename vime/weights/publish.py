@@ -92,7 +92,7 @@ class Publisher:
         before, full = self.chain, delta.size(tensors)
         metrics = {"weights/full_bytes": float(full)}
         if not self.cfg.weights.delta:
-            self.chain = [self.save(version, tensors, {}, parts=parts)]
+            self.chain = [self.save(version, tensors, {}, parts=parts or ())]
         else:
             change, base = None, self.checksum
             if delta.same_form(self.last, tensors):
@@ -130,9 +130,7 @@ class Publisher:
             self.chain = [self.save(version, self.last, {"checksum": self.checksum, "version": str(version)} if self.checksum else {})]
         return str(path)
 
-    def save(
-        self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "", parts: Iterable[delta.State] | None = None
-    ) -> Path:
+    def save(self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "", parts: Iterable[delta.State] = ()) -> Path:
         path = self.folder / f"v{version}{kind}.safetensors"
         partial = path.with_suffix(".tmp")
         try:
