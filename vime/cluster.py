@@ -64,10 +64,7 @@ def cause(e: BaseException) -> BaseException:
 
 
 class Cluster:
-    """The processes of one run: `start(checkpoint)`, and `close()` whatever happens, which ends everything that it started.
-
-    In sync mode servers and trainer take turns, so each gets all cores of a CPU machine (and waits passively).
-    """
+    """The processes of one run: `start(checkpoint)`, and `close()` whatever happens, which ends everything that it started."""
 
     def __init__(self, cfg: Config, folder: Path, take_signals: Callable[[], None] = lambda: None, sources: dict[str, Prompts] | None = None):
         self.cfg, self.folder, self.take_signals = cfg, folder, take_signals
@@ -97,10 +94,8 @@ class Cluster:
     # ---------------------------------------------------------------- start and end
 
     def start(self, checkpoint: Path | None) -> None:
-        """Start Ray, engines, router, workers and trainer ranks; returns when all of them answer. Offline there are trainer ranks only.
-
-        Raises: VimeError of the first part that cannot start, with its log tail.
-        """
+        """Start Ray, engines, router, workers and trainer ranks, offline the latter only; returns when all answer. Raises: VimeError of the
+        first part that cannot start, with its log tail."""
         cfg, local = self.cfg, self.cfg.ray.address is None
         try:
             own: dict[str, Any] = {"num_cpus": 1024, "include_dashboard": False} if local else {}
@@ -254,8 +249,7 @@ class Cluster:
         return url
 
     def restart_engine(self, i: int, changes: dict[str, Any] | None = None) -> None:
-        """Start engine i anew on its port, with these and earlier changes of its vLLM arguments. Ray itself restarts the actor where the
-        actor's process died, too."""
+        """Start engine i anew on its port, with these and earlier changes of its vLLM arguments; Ray restarts its actor where that died."""
         wanted = self.changes.get(i, {}) | (changes or {})
         for attempt in (1, 2):
             try:
@@ -285,8 +279,8 @@ class Cluster:
                 print(f"{part} of the data plane had died and was started again", file=sys.stderr, flush=True)
 
     def gather(self, refs: list[Any], who: str, doing: str = "") -> list[Any]:
-        """Results of all refs, in order; fails as soon as one of them fails, so that no rank waits for a dead one. `doing`: what trainer
-        ranks do, in train.step_timeout seconds at most."""
+        """Results of all refs, in order; fails as soon as one does: no rank waits for a dead one. `doing`: trainer ranks', within
+        train.step_timeout."""
         pending, end = list(refs), time.monotonic() + self.cfg.train.step_timeout + STACKS_BY
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=1.0)

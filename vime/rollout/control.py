@@ -1,9 +1,6 @@
-"""`vime engines RUN ...`: servers of a running job are taken out, replaced and added, from another terminal.
-
-The driver listens on a Unix socket in the run's folder, which only its user may open; a question is one JSON line, answers are lines, the
-last of which has "done" or "error". Weights and the router's list change under the fleet's lock, so a publish never meets half a change;
-what takes long, waiting for requests to end and starting a server, happens outside it, so training goes on.
-"""
+"""`vime engines RUN ...`: servers of a running job are taken out, replaced and added, from another terminal. The driver listens on a Unix
+socket in the run's folder; a question is one JSON line, answers are lines, the last has "done" or "error". Changes happen under the fleet's
+lock, so a publish never meets half of one; waiting for requests to end and for a server to start do not."""
 
 from __future__ import annotations
 

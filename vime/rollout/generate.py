@@ -102,11 +102,9 @@ def for_server(params: dict[str, Any]) -> dict[str, Any]:
 
 
 async def generate_group(samples: list[Sample], cfg: Config | Args, params: dict[str, Any]) -> None:
-    """Generate, in place, the rest of every sample's response; those that share their tokens so far share one request with n choices.
-
-    A sample that the server aborts keeps the tokens it got and has status ABORTED: generate it again to continue it, token-exact.
-    Raises: VimeError, EngineDown as EngineClient.generate; samples may then be half done.
-    """
+    """Generate, in place, the rest of every response; samples with equal tokens so far share one request with n choices. A sample that the
+    server aborts keeps its tokens, as ABORTED: generate it again to continue it. Raises: as EngineClient.generate; samples may then be half
+    done."""
     sharing: dict[Any, list[Sample]] = {}
     for s in samples:
         sharing.setdefault((tuple(s.tokens), *(i["sha256"] for i in s.images)), []).append(s)

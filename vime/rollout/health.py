@@ -32,12 +32,9 @@ class Weights(NamedTuple):
 
 
 class Fleet:
-    """All servers of a run, by index.
-
-    restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere, as those in `external` were. The
-    router is restarted, too. The draft model of those in `drafts` is the policy itself, and gets its weights as well.
-    Sync methods; the HTTP calls run in a private event loop thread. Publishing, healing and whoever holds `lock` exclude each other.
-    """
+    """All servers of a run, by index. restart(i) blocks until server i is up again on the same URL; None where all were started elsewhere, as
+    those in `external` were. The draft model of those in `drafts` is the policy itself. Sync methods; the HTTP calls run in a private event
+    loop thread. Publishing, healing and whoever holds `lock` exclude each other."""
 
     def __init__(
         self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep",
@@ -165,12 +162,9 @@ class Fleet:
         whole: Callable[[], str] | None = None, sent: bool = False,
     ) -> None:  # fmt: skip
         """Bring weights `version`, the safetensors at `path` under `deltas`, to every server, one that dies meanwhile included, and prove
-        that they took. Servers read only what they have not; one that refuses a delta gets the file that `whole()` makes. Those that were
-        `sent` since `hold` are only proven.
-
-        Raises: VimeError, one line naming engine and URL, where a server refuses the weights (it then serves the last good ones), where its
-        logprobs of the canary differ by more than `tol` on average, or where it can't be brought back.
-        """
+        that they took. A server that refuses a delta gets the file that `whole()` makes; after `hold` they were `sent` already. Raises:
+        VimeError where a server refuses the weights (it then serves the last good ones), where its logprobs of the canary differ by more than
+        `tol` on average, or where it can't be brought back."""
         wanted = Weights(version, path, canary, tol, deltas, whole)
         with self.lock:
             faults = self._run(self._apply_to(self.serving(), wanted._replace(sent=sent)))

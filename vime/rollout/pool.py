@@ -1,9 +1,6 @@
-"""Which groups are on their way: admission within the staleness bound, over-sampling, interruption, and what a checkpoint must keep.
-
-A group is admitted only where it can still be trained within `train.max_staleness` = s: tokens sampled with weights v are trained by
-step v + s + 1 at the latest (step t starts from weights t - 1). That is earliest-deadline-first scheduling of groups, `batch_size` of
-them a step: `fill` admits as many as fit, `take` never picks a set that would leave too many others for the steps they have left.
-"""
+"""Which groups are on their way. With `train.max_staleness` = s, tokens sampled with weights v are trained by step v + s + 1 at the latest
+(step t starts from weights t - 1). That is earliest-deadline-first scheduling, `batch_size` groups a step: `fill` admits as many as fit,
+`take` never picks a set that would leave too many others for the steps they have left."""
 
 from __future__ import annotations
 
@@ -52,11 +49,9 @@ def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
 
 
 def too_late(cfg: Config, groups: list[dict[str, Any]], step: int) -> set[int]:
-    """Which of a snapshot's groups `cfg` could not train in time from `step` on: its train.max_staleness or rollout.batch_size may be smaller
-    than the one the checkpoint was written with. They start again from their prompts; of the others as many as possible are kept.
-
-    Raises: VimeError where there are some and data.source cannot give their prompts again.
-    """
+    """Which of a snapshot's groups `cfg` could not train in time from `step` on, as its bound or batch may be smaller than the checkpoint's;
+    as few as possible. They start again from their prompts. Raises: VimeError where there are some and data.source cannot give their prompts
+    again."""
     r, bound = cfg.rollout, cfg.train.max_staleness
     goes_on = r.mask_offpolicy_prefix or r.function or (bound > 0 and (r.partial_rollout or cfg.train.mode == "async"))
     late, fit = set(), 0

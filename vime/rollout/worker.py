@@ -74,12 +74,9 @@ class RolloutWorker:
 
     async def run_group(self, samples: list[Sample], version: int, wave: int = 0, evaluation: str = "") -> tuple[GroupReport, list[Sample]]:
         """Generate and score one group with weights `version` or newer, for the eval dataset of that name if one is given; the given samples
-        stay as they are.
-
-        Tokens that the samples hold already are kept (rollout.mask_offpolicy_prefix: but not trained), scored samples are not scored again.
-        A server that fails, and tokens that older weights sampled, cost a redo of the whole group from what it held before.
-        Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward (reward.on_error).
-        """
+        stay as they are. Tokens that they hold are kept (rollout.mask_offpolicy_prefix: not trained). A failing server, and tokens of older
+        weights, cost a redo of the whole group. Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward
+        (reward.on_error)."""
         report, stop = GroupReport(samples[0].group_index), self._stop(wave)
         held = copy.deepcopy(samples)
         if self.cfg.algo.advantage_estimator == "remax" and not evaluation and not any(s.greedy for s in held):
@@ -157,8 +154,8 @@ class RolloutWorker:
         return samples
 
     async def _generate(self, samples: list[Sample], params: list[dict[str, Any]], evaluation: str) -> list[Sample]:
-        """The group's continuation, in order; `samples` stay as they are. `params` are those of ordinary samples and of greedy ones. A plug-in
-        may make several samples of one: where one of these is not finished, the rollout starts again from the sample it was given."""
+        """The group's continuation, in order, with `params` of ordinary samples and of greedy ones. A plug-in may make several samples of
+        one: where one of these is not finished, the rollout starts again from the sample it was given."""
         work = copy.deepcopy(samples)
         custom = {i: s.generate_function_path or self.cfg.rollout.custom_generate for i, s in enumerate(work) if not finished(s)}
         plain = [[work[i] for i, path in custom.items() if not path and work[i].greedy is greedy] for greedy in (False, True)]

@@ -43,15 +43,9 @@ def denominator(trained: Sequence[int], rollouts: Sequence[int], aggregate: str)
 
 
 def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: str, horizon: int, over: float | None = None) -> np.ndarray:
-    """Weight of each trained token of each sample, such that loss = sum over trained tokens of weight * token loss.
-
-    Args:
-        trained: trained tokens per sample; 0 counts in the number of rollouts but carries nothing.
-        rollouts: rollout id per sample; samples of one rollout share one denominator.
-        aggregate: sample-mean | token-mean | seq-mean-token-sum | seq-mean-token-sum-norm.
-        horizon: the constant denominator of seq-mean-token-sum-norm (which does not divide by the number of samples).
-        over: in place of the `denominator` of these samples.
-    """
+    """Weight of each trained token of each sample, such that loss = sum of weight * token loss. `trained`: tokens per sample, 0 counts as a
+    rollout but carries nothing; samples of one of `rollouts` share one denominator; `horizon`: that of seq-mean-token-sum-norm; `over`: in
+    place of these samples' `denominator`."""
     n, scale = np.asarray(trained, dtype=np.float64), denominator(trained, rollouts, aggregate) if over is None else over
     if aggregate == "sample-mean":
         ids, inverse = np.unique(np.asarray(rollouts), return_inverse=True)
@@ -62,14 +56,9 @@ def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: st
 def plan(
     metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0, part: bool = False
 ) -> list[RankPlan]:  # fmt: skip
-    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches, of like cost.
-
-    `width`: the model's hidden size, from which the share of attention follows; 0: cost is tokens. `part`: more samples of the optimizer
-    step follow, so weights are not divided by their `denominator` yet (train.stream).
-
-    Loss weights are set here, once for all ranks, so their sum depends on nothing below. Samples of a group stay together
-    where they can, since they share their prompt's computation. Returns: one RankPlan per rank.
-    """
+    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches of like cost; one RankPlan
+    per rank. Loss weights are set here, so their sum depends on nothing below. `width`: the model's hidden size, for the share of attention;
+    0: cost is tokens. `part`: more samples of the step follow, so weights are not divided by their `denominator` yet (train.stream)."""
     rollouts = list(dict.fromkeys(m.rollout_id for m in metas))
     size = cfg.train.global_batch_size or max(len(rollouts), 1)
     own = cfg.algo.custom_tis or cfg.algo.custom_advantage or cfg.loss.custom or cfg.loss.custom_reducer

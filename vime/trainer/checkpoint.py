@@ -1,7 +1,5 @@
-"""Checkpoints: <run>/checkpoints/step_000010/{hf/, trainer/, state.json}; a folder is there whole or not at all.
-
-hf/ loads with from_pretrained, trainer/ holds float32 weights and optimizer in shards that any number of ranks can read (state.py).
-"""
+"""Checkpoints: <run>/checkpoints/step_000010/{hf/, trainer/, state.json}; a folder is there whole or not at all. trainer/ holds float32
+weights and optimizer in shards that any number of ranks can read (state.py)."""
 
 from __future__ import annotations
 
@@ -111,10 +109,8 @@ def refuse_other_model(ckpt: Path, model: str) -> None:
 
 
 def export(run: Path, step: int | None, out: Path) -> Path:
-    """Copy the Hugging Face folder of the run's checkpoint of `step`, None: the newest, to `out`; whole or not at all. Returns `out`.
-
-    Raises: VimeError where there is no such checkpoint, and where `out` holds something already.
-    """
+    """Copy the Hugging Face folder of the run's checkpoint of `step`, None: the newest, to `out`; whole or not at all. Raises: VimeError
+    where there is none, and where `out` holds something already."""
     found = complete(run / "checkpoints")
     steps = [int(p.name.removeprefix("step_")) for p in found]
     if not found or (step is not None and step not in steps):

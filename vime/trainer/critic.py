@@ -18,10 +18,8 @@ SUMS = ("value_loss", "value_clipfrac", "value", "return", "squares", "error", "
 
 
 class Critic:
-    """Values are of the state before a token: of the position that predicts it, as logprobs are. Methods are collectives of all ranks.
-
-    Raises: VimeError where the folder does not load, or transformers has no token classifier of the architecture.
-    """
+    """Values are of the position that predicts a token, as logprobs are. Methods are collectives of all ranks. Raises: VimeError where the
+    folder does not load, or transformers has no token classifier of the architecture."""
 
     def __init__(self, cfg: Config, path: str | Path, layout: Layout):
         self.clip, train = cfg.algo.value_clip, cfg.train

@@ -23,10 +23,8 @@ def named(batches: Sequence[Pack], k: int) -> str:
 
 
 def not_finite(model: torch.nn.Module, batches: Sequence[Pack], losses: torch.Tensor, norm: float) -> str:
-    """Where the first NaN or inf of an optimizer step is, over all ranks, which get the same answer; empty where there is none.
-
-    `batches` and `losses` (N,) are of this rank's micro-batches, `norm` the gradient's, which is known to be the same on every rank. A collective.
-    """
+    """Where the first NaN or inf of an optimizer step is, over all ranks, which get the same answer; empty where there is none. `batches` and
+    `losses` (N,) are this rank's, `norm` (the gradient's) is every rank's. A collective."""
     bad = (~torch.isfinite(losses)).any().float() if math.isfinite(norm) else torch.ones((), device=losses.device)
     dist.all_reduce(bad, dist.ReduceOp.MAX)
     if not bad.item():

@@ -29,11 +29,9 @@ class Bucket:
 
 @dataclass
 class Pack:
-    """One micro-batch without padding. T input tokens, M trained tokens; per-token float32 arrays have length M.
-
-    A prompt that several samples share is laid out once, and a sample's last token, which predicts nothing, is left out.
-    `rows` are the positions (0..T-1) whose hidden state predicts `labels`; a shared prompt's last position occurs repeatedly.
-    """
+    """One micro-batch without padding: T input tokens, M trained tokens (per-token arrays are float32). A prompt that several samples share
+    is laid out once; a sample's last token, which predicts nothing, is left out. `rows` are the positions whose hidden state predicts
+    `labels`."""
 
     ids: torch.Tensor  # (1, T) int64
     positions: torch.Tensor  # (1, T) int64, position within the sample

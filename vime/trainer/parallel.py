@@ -90,12 +90,9 @@ def class_of(path: str | Path, critic: bool) -> tuple[Any, Any]:
 def load_model(
     path: str | Path, dtype: str, layout: Layout, checkpointing: bool = False, freeze_vision: bool = False, critic: bool = False
 ) -> PreTrainedModel:
-    """A causal LM, which may take images, with float32 weights, cut over all ranks as `layout` says, computing in `dtype`; each rank reads
-    only its part. As a critic the same layers with one output of the last, `score`, in place of the vocabulary's, whose weights are not read.
-
-    Gradients are summed, never averaged, over ranks: loss weights are already global.
-    Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
-    """
+    """A causal LM, which may take images, with float32 weights, cut as `layout` says, computing in `dtype`; each rank reads only its part. As
+    a critic it has one output, `score`, in place of the vocabulary's. Gradients are summed over ranks: loss weights are global. Raises:
+    VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight."""
     config, base = class_of(path, critic)
     sees = hasattr(config, "vision_config")
     if sees:
@@ -153,13 +150,10 @@ def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.
 def whole_parts(
     model: PreTrainedModel, dtype: torch.dtype, limit: int, device: torch.device | str = "cpu", takers: Collection[int] = (0,)
 ) -> tuple[dict[str, torch.Tensor], Iterator[dict[str, torch.Tensor]]]:
-    """As full_tensors, in parts of a decoder layer's weights, `limit` bytes at most, no two of which are whole at once; a larger tensor is a
-    part of its own, as is a layer of an architecture that makes one weight of several. Each is gathered once, in `dtype`; what other
-    stages of a pipeline hold comes through the first one, whose ranks `takers` are.
-
-    Returns: all tensors without data, and the parts in their order, on `device` of the takers, empty elsewhere. Call and iteration are
-    collectives.
-    """
+    """As full_tensors, in parts of a decoder layer's weights, `limit` bytes at most (but for a larger tensor, or a layer of an architecture
+    that makes one weight of several), no two whole at once, each gathered once, in `dtype`; other stages' come through the first one, whose
+    ranks `takers` are. Returns: all tensors without data, and the parts, on `device` of the takers, empty elsewhere. Call and iteration are
+    collectives."""
     layout, tied = model.layout, dict(model.all_tied_weights_keys or {})
     left_out = {*tied, *(tied.values() if layout.pp else ())}  # a tied embedding lies at both ends of a pipeline
     conversions = getattr(model, "_weight_conversions", None) or ()

@@ -1,8 +1,5 @@
-"""Routing replay (R3, Ma et al. 2025, arXiv:2510.11370): the trainer sends every token to the experts that the server sent it to.
-
-A router is a discontinuous function: rounding alone flips near ties, and then the trainer's logprobs are those of another network. So the
-experts are replayed, in their order, and their weights are computed anew from the trainer's own router, which keeps its gradient.
-"""
+"""Routing replay (R3, Ma et al. 2025, arXiv:2510.11370): the trainer sends every token to the experts that the server sent it to, in their
+order, since rounding alone flips near ties. Weights are computed anew from the trainer's own router, which keeps its gradient."""
 
 from __future__ import annotations
 

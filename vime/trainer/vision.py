@@ -75,10 +75,8 @@ class Vision:
                 raise ValueError(f"{what}: do server and trainer process images alike ([vllm] mm_processor_kwargs holds for both)?")
 
     def arguments(self, batch: Pack) -> dict[str, torch.Tensor]:
-        """Arguments of the model's forward for a micro-batch: ids, positions and, where it has images, their features in token order.
-
-        Image tokens that the policy sampled itself are no placeholders: the model gets another id for them, and the embedding the true one.
-        """
+        """The model's ids, positions and, where a micro-batch has images, their features in token order. Image tokens that the policy sampled
+        itself are no placeholders: the model gets another id for them, and the embedding the true one."""
         device, ids, positions = batch.ids.device, batch.ids.clone(), batch.positions
         self.ids = None
         shown: dict[int, Sample] = {}  # by the position of its first token: samples that share a prompt share its images

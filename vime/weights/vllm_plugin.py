@@ -1,9 +1,6 @@
-"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). Only vllm_*.py here import vLLM.
-
-An update names a .safetensors file with the whole model under checkpoint names, and deltas to lay over it (vime/weights/delta.py). A file
-in /dev/shm costs no copy: it is mapped. After a delta, too, the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
-few elements of a tensor have no place of their own in it.
-"""
+"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). An update names a .safetensors file with
+the whole model, and deltas to lay over it. Also after a delta the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
+few elements of a tensor have no place of their own in it."""
 
 from __future__ import annotations
 
