@@ -39,14 +39,13 @@ from vime.data.records import dump_samples, write_groups
 from vime.errors import VimeError, said
 from vime.groups import DEAD, Rollouts
 from vime.procs import Follower, free_port, stack
-from vime.rollout.actor import Actor
 from vime.rollout.control import Control
 from vime.rollout.engine import Engine, drafts_itself
 from vime.rollout.gauges import Gauges, summary
 from vime.rollout.health import Fleet
 from vime.rollout.plugged import WHOLE_BATCH
 from vime.rollout.router import Router
-from vime.rollout.worker import GroupReport
+from vime.rollout.worker import Actor, GroupReport
 from vime.sample import Sample, SampleMeta
 from vime.trainer.batch import RankPlan
 from vime.trainer.rank import Rank

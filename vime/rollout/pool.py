@@ -17,9 +17,8 @@ from vime.data.ledger import Ledger
 from vime.data.plane import Ref
 from vime.data.prompts import Prompts
 from vime.errors import VimeError
-from vime.rollout.actor import Task
 from vime.rollout.plugged import UserPrompts, choose_buffered
-from vime.rollout.worker import GroupReport
+from vime.rollout.worker import GroupReport, Task
 from vime.sample import Sample, SampleMeta
 
 if TYPE_CHECKING:
