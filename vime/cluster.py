@@ -90,8 +90,6 @@ class Cluster:
         self._closing = threading.Event()
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="pids")
 
-    # ---------------------------------------------------------------- start and end
-
     def start(self, checkpoint: Path | None) -> None:
         """Start Ray, engines, router, workers and trainer ranks, offline the latter only; returns when all answer. Raises: VimeError of the
         first part that cannot start, with its log tail."""
@@ -261,8 +259,6 @@ class Cluster:
             except rex.RayTaskError as e:
                 raise cause(e) from None
 
-    # ---------------------------------------------------------------- waiting
-
     def ray_alive(self) -> bool:
         return all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._ray_pids)
 
@@ -326,8 +322,6 @@ class Cluster:
         for i, url in enumerate(self.fleet.urls if self.fleet else []):
             e = type(e)(re.sub(rf"(?<!\()\b{re.escape(url)}\b", f"engine {i} ({url})", e.what), e.fix, e.log)
         return e
-
-    # ---------------------------------------------------------------- work
 
     def await_worker(self, i: int) -> None:
         """Wait until Ray has brought a rollout worker back: until then each call to it fails."""
@@ -470,17 +464,12 @@ class Cluster:
 
 def _reading(write: Callable[..., None], spec: Spec, path: str, groups: list[Any]) -> int:
     """`write(path, *groups)` of groups in the data plane, None for those that are lost. Returns how many these are."""
-    store = open_store(spec)
-
-    def read(group: Any) -> list[Sample] | None:
-        try:
-            return samples_of(store.get([group])[0]) if isinstance(group, Ref) else group
-        except Lost:
-            return None
-
-    try:
-        found = [read(g) for g in groups]
-        write(path, *found)
-        return found.count(None)
-    finally:
-        store.close()
+    found: list[list[Sample] | None] = []
+    with contextlib.closing(open_store(spec)) as store:
+        for group in groups:
+            try:
+                found.append(samples_of(store.get([group])[0]) if isinstance(group, Ref) else group)
+            except Lost:
+                found.append(None)
+    write(path, *found)
+    return found.count(None)

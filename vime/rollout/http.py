@@ -179,7 +179,6 @@ class EngineClient:
         await self._call("POST", WAKE_UP, timeout=600)
 
     async def metrics(self, timeout: float = 10) -> str:
-        """The server's Prometheus page; gauges.read reads it."""
         return (await self._call("GET", METRICS, timeout=timeout)).decode(errors="replace")
 
     async def weight_version(self, timeout: float = 60) -> int:
@@ -195,7 +194,6 @@ class EngineClient:
             raise EngineDown(f"POST {self.url}{RESET_PREFIX_CACHE}: the server could not reset its prefix cache")
 
     async def paths(self) -> set[str]:
-        """The endpoints that this server has."""
         return set((await self._json("GET", "/openapi.json")).get("paths", {}))
 
     async def probe(self, needs: set[str] = NEEDS) -> None:

@@ -198,7 +198,6 @@ class Pool:
         self.close(chosen)
 
     def close(self, chosen: list[Flight]) -> None:
-        """These are the step's batch."""
         for f in self.spares:
             if f not in chosen:
                 self.counts[f"dropped_{f.reason}"] += 1

@@ -25,7 +25,6 @@ class Router(Served):
         self.cfg, self.engine_urls = cfg, list(engine_urls)
 
     def alive(self) -> bool:
-        """Whether the process runs and answers."""
         return super().alive() and answers(self.url + self.health)
 
     def add(self, url: str) -> None:

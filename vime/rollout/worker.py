@@ -116,7 +116,6 @@ class RolloutWorker:
                 await asyncio.wait({task})
 
     async def _finish(self, done: list[Sample], report: GroupReport, stop: asyncio.Event, keep: Callable[..., Any] | None) -> None:
-        """Score a generated group and pass it through the dynamic filter."""
         try:
             if await self._or_stop(self._score_all(done), stop) is None:
                 report.interrupted = True
@@ -201,7 +200,6 @@ class RolloutWorker:
             raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {said(e)}") from e
 
     async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
-        """What rollout.sample_hook makes of the sample."""
         for fn, path in zip(self.hooks, self.cfg.rollout.sample_hook):
             try:
                 got = fn(self.args, sample, **hooks.accepted(fn, rollout_id=version, evaluation=bool(evaluation)))

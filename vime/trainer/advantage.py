@@ -41,7 +41,6 @@ class Groups:
         self.alike = low == high  # a group of one, too
 
     def mean(self, x: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """Weighted mean of each group."""
         w = np.ones(len(x)) if weights is None else weights
         return np.bincount(self.g, w * x, len(self.n)) / np.bincount(self.g, w, len(self.n))
 

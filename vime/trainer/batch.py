@@ -33,7 +33,6 @@ class RankPlan:
 
     @property
     def minibatches(self) -> list[list[Item]]:
-        """This rank's items per optimizer step."""
         return [[i for micro in step for i in micro] for step in self.steps]
 
 

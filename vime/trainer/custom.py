@@ -41,7 +41,6 @@ def gather(x: Tensor | Sequence[Tensor], masks: Sequence[Tensor], key: str) -> T
 
 
 def lists(samples: list[Sample], device: torch.device) -> dict[str, Any]:
-    """What every function gets to know of its samples."""
     return {
         "total_lengths": [len(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],

@@ -64,11 +64,8 @@ class Feed:
 
     def shared(self, groups: list[Fields], n: int) -> list[Fields]:
         """The first rank's groups on all ranks of the host that share them."""
-        sizes = torch.zeros(n, dtype=torch.int64)
         heads = [layout(g) for g in groups]
-        if groups:
-            sizes = torch.tensor([size for _, size in heads])
-        sizes = self._sent(sizes)
+        sizes = self._sent(torch.tensor([size for _, size in heads] if groups else [0] * n, dtype=torch.int64))
         whole = np.empty(int(sizes.sum()), np.uint8)
         parts = np.split(whole, np.cumsum(sizes.numpy())[:-1])
         for (head, _), fields, part in zip(heads, groups, parts):

@@ -140,7 +140,6 @@ def support_of(support: Support | None, part: slice) -> tuple[Tensor, Tensor] | 
 
 
 def slices(part: slice, size: int) -> list[slice]:
-    """A range of tokens in pieces of `size`."""
     return [slice(i, min(i + size, part.stop)) for i in range(part.start, part.stop, size)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES
 from transformers import PreTrainedModel
 
 from vime.config import Config
@@ -18,10 +19,7 @@ from vime.weights import Published, Receiver, delta, location, routes, server_dt
 
 FULL_EVERY = 20
 CANARY_LENGTH = 24
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.bool: "BOOL",
-}  # fmt: skip
+DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class Publisher:
