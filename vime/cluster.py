@@ -340,8 +340,8 @@ class Cluster:
         self.gather([w.interrupt.remote(wave) for w in self.workers], "rollout worker")
 
     def drain(self, timeout: float) -> Iterator[tuple[int, GroupReport, Any]]:
-        """Interrupted groups as they come back. The servers are asked again and again to abort, since a request may have been on its way.
-        What has not come back after `timeout` seconds is forgotten."""
+        """Interrupted groups as they come back, as long as `timeout`. Servers are asked to abort again and again: a request may have been on its
+        way."""
         end = time.monotonic() + timeout
         assert self.fleet
         while (self.rollouts.pending or self.rollouts.suspects) and time.monotonic() < end:
@@ -361,8 +361,7 @@ class Cluster:
         return [done[i] for i in range(number)]
 
     def train(self, step: int, plans: list[RankPlan], data: dict[int, Ref]) -> dict[str, float] | list[int]:
-        """One rollout step's optimizer steps on every rank, a plan for each of parallel.fsdp; `data` maps group_index to where its samples
-        are. Where the data plane has lost groups, nothing is done and these are returned in place of the metrics."""
+        """One rollout step's optimizer steps, a plan for each of parallel.fsdp; `data`: where each group is. Returns metrics, or lost groups."""
         given = [plans[self.cfg.parallel.shard(r)] for r in range(len(self.trainers))]
         refs = [[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})] for plan in given]
         self.rollouts.moved += sum(len(ray.cloudpickle.dumps(x)) for x in (given, refs))

@@ -121,8 +121,7 @@ class Control:
             time.sleep(0.3)
 
     def replace(self, i: int, vllm: dict[str, Any], say: Say) -> str:
-        """Exchange server i's process for a new one with other arguments, without losing a request. One that was started elsewhere is not
-        started, only brought back in."""
+        """Exchange server i's process for one with other arguments, without losing a request. One started elsewhere is only brought back in."""
         external = i in self.fleet.external
         if external and vllm:
             raise VimeError(f"{self.at(i)} was started elsewhere: its arguments are not ours to change", "start it anew there, then replace it")

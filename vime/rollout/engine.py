@@ -28,8 +28,7 @@ def on_cpu() -> bool:
 
 
 def flags(args: dict[str, Any]) -> list[str]:
-    """{"max_num_seqs": 8, "enforce_eager": True} -> command-line arguments; False becomes --no-..., dicts JSON, lists several values,
-    lists of lists the argument several times."""
+    """Configuration -> command-line arguments: False becomes --no-..., dicts JSON, lists several values, lists of lists the argument several times."""
     out: list[str] = []
     for key, value in args.items():
         name = key.replace("_", "-")
@@ -95,8 +94,8 @@ class Served:
         return {}
 
     def start(self) -> str:
-        """Start the server and wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits. Where a
-        port that nobody asked for was taken by another process meanwhile, it is started again on another one."""
+        """Start the server, wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits. Where a port that
+        nobody asked for was taken meanwhile, it is started on another one."""
         tries = 3
         while True:
             tries -= 1
@@ -158,7 +157,7 @@ class Engine(Served):
         self.cfg, self.index, self.name = cfg, index, f"engine {index}: vLLM"
 
     def restart(self, changes: dict[str, Any] | None = None) -> str:
-        """As Served.restart; with `changes` laid over the configured vLLM arguments from here on. Another port changes nothing."""
+        """As Served.restart; `changes` are laid over the configured vLLM arguments from here on. Another port changes nothing."""
         self.given = self.given if changes is None else self.base | changes
         return super().restart()
 

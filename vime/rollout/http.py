@@ -104,8 +104,7 @@ class EngineClient:
         self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600,
         content_parts: list[dict[str, str]] | None = None,
     ) -> list[Choice]:  # fmt: skip
-        """Sample `n` continuations (sampling_params["n"], 1 if unset) of the prompt `token_ids`, with the logprob of each token.
-        `session_id` keeps requests that share a prefix on one server; `content_parts` are the images of the placeholders in `token_ids`."""
+        """Sample sampling_params["n"] (1) continuations of `token_ids`; `content_parts`: its images. `session_id` keeps requests on one server."""
         for name in sampling_params:
             if name not in SAMPLING:
                 raise VimeError(f"unknown sampling parameter {name!r}", nearest(name, SAMPLING))
@@ -163,8 +162,7 @@ class EngineClient:
         await self._call("GET", HEALTH, timeout=timeout)
 
     async def pause(self, mode: str = "keep") -> None:
-        """Freeze the server between two tokens; RESUME must follow. Requests stay and go on then, or with mode "abort" end at once and
-        give back what they have."""
+        """Freeze the server between two tokens until RESUME. Requests stay, or with mode "abort" end at once and give back what they have."""
         await self._call("POST", PAUSE, query={"mode": mode})
 
     async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> None:

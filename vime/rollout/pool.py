@@ -168,8 +168,7 @@ class Pool:
         self.waiting.sort(key=lambda f: (f.oldest, f.group_index))
 
     def take(self) -> list[Flight]:
-        """The next step's batch, oldest first; waits until there is one that leaves the others their time. Raises: VimeError where the
-        filters drop DRAWS batches' worth of groups meanwhile, or as `Cluster.check`."""
+        """The next step's batch, once there is one that leaves the others their time. Raises: VimeError where filters drop too much, or as check()."""
         if self.waiting and self.cfg.rollout.buffer_filter:
             assert self.args
             choose_buffered(self, self.args)
@@ -285,8 +284,7 @@ class Pool:
         return {"rollout/retries": 0.0, "rollout/fenced": 0.0} | out
 
     def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
-        """What a checkpoint must keep: JSON-able state (position in the prompts included), and references to the samples of every group
-        that is drawn and not trained. A running group is kept as it was submitted: after a resume it runs again from there."""
+        """What a checkpoint must keep: JSON-able state, and references to every group drawn and not trained; a running one as it was submitted."""
         flights = [(f, f.oldest, True, f.data) for f in self.ready] + [(f, f.oldest, False, f.group) for f in self.waiting]
         for f in self.running.values():  # its samples are here only where it was new when it was submitted
             flights.append((f, self.flight(f.group).oldest if isinstance(f.group, list) else UNBOUND if f.group == f.origin else f.oldest, False, f.group))

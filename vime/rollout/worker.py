@@ -33,8 +33,7 @@ FULL = 0.5  # seconds until a full store is tried again
 
 @dataclass
 class GroupReport:
-    """What the controller learns of a group. `dropped` says why it is not to be trained on, `interrupted` that it is to be run again from
-    the samples that came back with it; `metas` is empty in both cases."""
+    """What the controller learns of a group; `metas` is empty where it is dropped, or interrupted: to be run again from the samples."""
 
     group_index: int
     metas: list[SampleMeta] = field(default_factory=list)
@@ -71,8 +70,7 @@ class RolloutWorker:
         self.slots.resize(self._share(engines))
 
     async def interrupt(self, wave: int) -> None:
-        """End the groups that were submitted with this `wave` as soon as they can be: those in the servers once these abort their requests,
-        those that are being scored within rollout.abort_timeout seconds."""
+        """End the groups submitted with this `wave`: those in the servers once these abort, those being scored within rollout.abort_timeout."""
         self._stop(wave).set()
         self._stops = {w: e for w, e in self._stops.items() if w >= wave}
 
@@ -265,8 +263,8 @@ class Actor(RolloutWorker):
         self.prepared.set()
 
     async def serve(self, number: int, task: Task, version: int, wave: int = 0, evaluation: str = "") -> GroupReport:
-        """`run_group` of a task, group `number` of the run. The report's `ref` says where the samples are, if they are wanted: to be trained,
-        continued or shown. A group that the data plane has lost starts again from its prompt."""
+        """`run_group` of a task, group `number` of the run. The report's `ref` says where the samples are, if they are wanted. A group that the
+        data plane has lost starts again from its prompt."""
         await self.prepared.wait()
         try:
             group = await asyncio.to_thread(self.drawn, task, evaluation)
@@ -312,8 +310,7 @@ class Actor(RolloutWorker):
                 await asyncio.sleep(FULL)
 
     async def load_groups(self, path: str, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref | None]]:
-        """What save_groups wrote: (metadata of a finished group's samples, reference to them) of each; no metadata of unfinished ones,
-        no reference to those that had been lost."""
+        """What save_groups wrote: (metadata, reference) of each; no metadata of unfinished groups, no reference to lost ones."""
         metas, *groups = await asyncio.to_thread(read_groups, path, ready, self.cfg.reward.key)
         return [(m, await self.put(g[0].group_index, g) if g else None) for m, g in zip(metas, groups, strict=True)]
 

@@ -67,8 +67,7 @@ def rloo(rewards: Numbers, groups: Ids, rollouts: Ids) -> np.ndarray:
 
 
 def opo(rewards: Numbers, groups: Ids, rollouts: Ids, lengths: Numbers) -> np.ndarray:
-    """Optimal baseline (Hao et al. 2025): reward - the group's mean weighted by length. `lengths`: tokens per sample, above 0; those of one
-    rollout add up. Other arguments and result as grpo's."""
+    """Optimal baseline (Hao et al. 2025): reward - the group's mean weighted by the rollouts' `lengths` in tokens, above 0. Otherwise as grpo."""
     x = Groups(rewards, groups, rollouts)
     return x.minus(x.mean(x.r, np.bincount(x.of, np.asarray(lengths, dtype=np.float64), len(x.r))))
 
@@ -129,8 +128,7 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tu
 
 
 def whiten(x: np.ndarray, count: float, total: float, squares: float) -> np.ndarray:
-    """(x - mean) / sqrt(variance + 1e-8), variance with ddof 1 where there are two or more, given the count of all numbers that x belongs
-    to, their sum and their sum of squares, in float64."""
+    """(x - mean) / sqrt(variance + 1e-8), ddof 1, float64, given count, sum and sum of squares of all numbers that x belongs to."""
     mean = total / max(count, 1.0)
     variance = max(squares - count * mean * mean, 0.0) / max(count - 1, 1.0)
     return (x - mean) / np.sqrt(variance + 1e-8)

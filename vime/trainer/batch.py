@@ -23,8 +23,7 @@ class Item:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank trains: optimizer steps -> micro-batches -> items. Every rank has the same number of micro-batches per
-    step (some may be empty), because all of them take part in each forward and backward."""
+    """What one rank trains: optimizer steps -> micro-batches (of which all ranks have as many, some empty) -> items."""
 
     steps: list[list[list[Item]]]
     skipped: int  # samples of the whole batch, over all ranks, that no rank forwards: removed, or without a gradient
@@ -112,8 +111,8 @@ def _units(row: Unit, pairs: bool) -> list[Unit]:
 
 
 def _work(row: Unit, width: int) -> np.ndarray:
-    """Work of each sample when the row is packed in order, in tokens. A token costs 24 width^2 FLOPs in a layer's products, and a pair of
-    tokens in its attention 4 width: a sixth of a token by width."""
+    """Tokens of work of each sample. A token costs 24 width^2 FLOPs in a layer's products, a pair of tokens in attention 4 width, a sixth of that
+    by width."""
     new = np.array(_costs(row), dtype=np.float64)
     if not width:
         return new

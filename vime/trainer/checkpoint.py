@@ -17,8 +17,7 @@ PARTIAL, FULL = ".tmp", "is the disk full? earlier checkpoints are intact"
 
 
 def write(folder: Path, step: int, state: dict[str, Any], save: Callable[[Path], None], keep: int) -> Path:
-    """Make checkpoint `step` in `folder`: `save(tmp)` fills it, a rename makes it visible. Then all but the newest `keep` are removed.
-    Raises: VimeError where it cannot be written; earlier checkpoints stay as they were."""
+    """Make checkpoint `step`: `save(tmp)` fills it, then all but the newest `keep` are removed. Raises: VimeError where it cannot be written."""
     tmp = begin(folder, step, state)
     with whole(tmp):
         save(tmp)

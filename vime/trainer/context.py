@@ -22,9 +22,8 @@ from vime.trainer.packing import Pack
 
 
 def lay_out(packs: Sequence[Pack], layout: Layout, pairs: bool = False) -> list[Pack]:
-    """This rank's view of an optimizer step's micro-batches, on its device: padded to what cp and pp need, its piece of ids, positions
-    and routing, and of the loss's arrays those of its own samples (of none, on stages before the last). `pairs`: a group's
-    samples go to one rank."""
+    """This rank's view of an optimizer step's micro-batches, on its device: padded to what cp and pp need, its piece of the row, and of the loss's
+    arrays those of its own samples (of none, on stages before the last). `pairs`: a group's samples go to one rank."""
     cp = layout.p.cp
     lengths = [-(-b.ids.shape[1] // cp) * cp for b in packs]
     if layout.p.pp > 1:  # the pipeline's buffers have one size

@@ -57,8 +57,7 @@ class Critic:
 
 
 def summary(sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
-    """Metrics from SUMS over all ranks and `len(norms)` optimizer steps. `explained_variance`: of the returns, by the values before the
-    update: 1 knows them, 0 is no better than their mean."""
+    """Metrics from SUMS over all ranks and `len(norms)` steps. `explained_variance`: 1 knows the returns, 0 is no better than their mean."""
     row = dict(zip(SUMS, sums.tolist()))
     out = {"train/value_loss": row["value_loss"] / len(norms), "train/critic_grad_norm": sum(norms) / len(norms)}
     if w := row["weight"]:

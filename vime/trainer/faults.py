@@ -49,9 +49,8 @@ def depth(name: str) -> float:
 
 @contextmanager
 def alone(what: str) -> Iterator[None]:
-    """In the block a rank works by itself between collectives of its model. Where it fails there its peers wait for it in vain, until the
-    controller, which sees this error at once, ends them. Raises: VimeError with `what`, the cause and the end of the traceback; a lost
-    connection stays what it is, since it is not the cause."""
+    """In the block a rank works by itself between collectives; where it fails its peers wait until the controller ends them. Raises: VimeError with
+    `what`, the cause and the traceback's end; a lost connection stays what it is."""
     try:
         yield
     except VimeError as e:

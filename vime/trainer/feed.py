@@ -19,9 +19,8 @@ LOCAL = ("shm", "ray")  # every rank reads its host's memory: there is nothing t
 
 
 class Feed:
-    """Ranks of one data-parallel group (pp x cp x tp) train the same samples. Those on one host pull once: the first of them reads, the
-    others get its bytes over the process group. Of recorded experts, a rank of a pipeline reads those of its own stages only. A
-    collective, and so are its methods."""
+    """Ranks of one data-parallel group (pp x cp x tp) train the same samples: on each host the first reads, the others get its bytes. Of recorded
+    experts a rank reads its own stages' only. A collective, and so are its methods."""
 
     def __init__(self, spec: Spec, trainer: Trainer):
         self.at, rank = trainer.layout, trainer.rank

@@ -41,8 +41,7 @@ def policy_loss(
 
 
 def of_samples(x: Tensor, lengths: Sequence[int], how: str = "mean") -> Tensor:
-    """Each sample's mean, sum or maximum of `x` (N,), repeated for its tokens. The samples lie one after another, `lengths` tokens each;
-    a micro-batch holds whole samples, so no split of a batch changes it."""
+    """Each sample's mean, sum or maximum of `x` (N,), repeated for its tokens. The samples lie one after another, `lengths` tokens each."""
     n = torch.tensor(lengths, device=x.device, dtype=torch.int64)
     sample = torch.repeat_interleave(torch.arange(len(n), device=x.device), n)
     if how == "max":
@@ -64,8 +63,7 @@ def rejection_mask(old: Tensor, rollout: Tensor, lengths: Sequence[int], kind: s
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """A critic's loss per token: half the squared error, the larger one of that and of the value held within `clip` of the old one (None:
-    unclipped). All of one shape, float32; gradients flow through `values`. Returns: loss, and 1.0 where the clipped one was larger."""
+    """A critic's loss per token, and 1.0 where clipped: half the larger squared error, of the value or of it held within `clip` of the old one."""
     plain = (values - returns) ** 2
     if clip is None:
         return plain / 2, torch.zeros_like(values)
@@ -74,8 +72,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Direct preference optimization (Rafailov et al. 2023), the sigmoid form: -log sigmoid(beta (chosen - rejected)) of each pair, (P,), from
-    the answers' sums of log(policy / reference), (P,) each, differentiable."""
+    """-log sigmoid(beta (chosen - rejected)) of pairs (P,) of sums of log(policy / reference) (Rafailov et al. 2023, the sigmoid form)."""
     return -torch.nn.functional.logsigmoid(beta * (chosen - rejected))
 
 
@@ -90,8 +87,8 @@ def importance_weights(old: Tensor, rollout: Tensor, kind: str, low: float, high
 
 
 def opsm_mask(log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: Sequence[int], delta: float) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, with slime's estimate): 0.0 for tokens with a negative advantage in samples whose
-    mean of old - log_probs is above `delta`, 1.0 for others. All (N,) float32, `lengths` as of_samples."""
+    """Off-policy sequence masking (DeepSeek-V3.2, slime's estimate): 0.0 for tokens with a negative advantage where mean(old - log_probs) >
+    `delta`."""
     drift = of_samples((old - log_probs).detach(), lengths)
     return 1.0 - ((advantages < 0) & (drift > delta)).float()
 

@@ -69,8 +69,7 @@ class Pack:
 
 
 class Sealed:
-    """A Pack on its way through a model. FSDP looks for tensors in all that a module is given, in dataclasses and lists too: that would be
-    every token of every sample, several times a layer."""
+    """A Pack on its way through a model. FSDP would look for tensors in it, dataclasses and lists too, several times a layer."""
 
     def __init__(self, pack: Pack):
         self.pack = pack

@@ -59,8 +59,7 @@ def share(parts: Parts, dtype: torch.dtype, copied: bool) -> Share:
 
 
 def save_share(folder: Path, part: Share, source: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write it into an existing folder; a collective of `group`. `source`: the model folder whose tokenizer and configuration go along.
-    Raises: VimeError on every rank where any rank cannot write."""
+    """Write it into an existing folder; a collective of `group`. `source`: whose tokenizer goes along. Raises: VimeError on every rank."""
     rank, error = dist.get_rank(), None
     try:
         (folder / "trainer").mkdir(exist_ok=True)
@@ -115,8 +114,7 @@ def export(folder: Path, tensors: dict[str, torch.Tensor], source: Path, dtype: 
 
 
 def load_rank(folder: Path, parts: Parts) -> None:
-    """Weights, optimizer and, where this rank existed when it was saved, its random state; a collective. Raises: VimeError that names the
-    first tensor, or file, that is not as this model needs it."""
+    """Weights, optimizer and, where this rank was saved, random state; a collective. Raises: VimeError naming what is not as this model needs."""
     wanted = tree(parts)
     try:
         held = dcp.FileSystemReader(folder / "trainer").read_metadata()

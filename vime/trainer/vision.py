@@ -111,8 +111,7 @@ class Vision:
         return self.model.base_model.get_rope_index(input_ids=ids, mm_token_type_ids=kind, image_grid_thw=grids)[0]
 
     def untouched(self) -> torch.Tensor | float:
-        """0, with a zero gradient for every weight that only images run through: with it all ranks reduce the same gradients, whether their
-        micro-batches have images or not. Call it inside the forward, where sharded weights are whole."""
+        """0, with a zero gradient for every weight that only images run through: then all ranks reduce the same gradients. Call it in the forward."""
         weights = [p for m in self.seeing for p in m.parameters(recurse=False) if p.requires_grad]
         return sum(p.flatten()[:1].sum() for p in weights) * 0.0 if weights else 0.0
 

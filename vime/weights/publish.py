@@ -23,8 +23,7 @@ DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class Publisher:
-    """Writes the versions of one run's weights. Each rank has one; rank 0's writes, and with weights.delta keeps a copy of what it
-    published last, in the servers' dtype. A version's files stay until the version after the next one is written."""
+    """Writes the versions of one run's weights; with weights.delta rank 0 keeps the last. Files stay until the version after the next one."""
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.rank, self.folder = cfg, rank, location(cfg)
@@ -35,8 +34,7 @@ class Publisher:
         self.checksum = ""
 
     def publish(self, model: PreTrainedModel, version: int, receivers: list[Receiver] | None = None) -> Published | None:
-        """Write weights `version` under Hugging Face names (tied copies left out), or send them to `receivers`. A collective. A file appears
-        whole or not at all; without room for it every rank raises VimeError. Returns: the files, on rank 0."""
+        """Write weights `version` under Hugging Face names, or send them to `receivers`; the files, on rank 0. A collective, all or nothing."""
         dtype = getattr(torch, server_dtype(self.cfg))
         if receivers:
             return self.send(model, dtype, version, receivers)
@@ -119,8 +117,7 @@ class Publisher:
         return Published(str(self.chain[0]), tuple(str(p) for p in self.chain[1:]), metrics)
 
     def whole(self, version: int) -> str:
-        """Weights `version`, the newest, as one file, on rank 0 alone: for servers that refuse their deltas or missed what was sent. Returns
-        its path."""
+        """Weights `version`, the newest, as one file on rank 0 alone, for servers that refuse their deltas or missed what was sent; its path."""
         path = self.folder / f"v{version}.safetensors"
         if not path.exists():
             if version != self.version or not self.last:

@@ -35,8 +35,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads a whole model from disk or shared memory through vLLM's layerwise reload, and mends what vLLM's CPU build leaves stale. Over
-    NCCL vLLM's own engine does the loading; a server that missed an update still gets it as a file."""
+    """Loads a whole model from files through vLLM's layerwise reload, and mends what its CPU build leaves stale; over NCCL vLLM's own engine does."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
