@@ -153,7 +153,6 @@ class Cluster:
         return self.folder / "logs" / f"trainer-{rank}.stacks"
 
     def measure(self) -> None:
-        """Begin to look at the servers' own metrics."""
         fleet = self.fleet
         assert fleet
         self.gauges = Gauges(lambda: {i: fleet.urls[i] for i in fleet.serving()})
@@ -409,7 +408,6 @@ class Cluster:
         self.gather([t.call.remote("save", str(folder.resolve()), keep) for t in self.trainers], "trainer rank", f"saving {folder.name}")
 
     def flush(self) -> None:
-        """Wait for the checkpoint that the ranks write in the background."""
         self.gather([t.call.remote("flush") for t in self.trainers], "trainer rank", "writing a checkpoint")
 
     def groups(self, tasks: list[Any]) -> list[list[Sample]]:

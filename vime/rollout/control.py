@@ -136,7 +136,6 @@ class Control:
             raise VimeError(f"{self.at(i)} stays out: {e.what}", e.fix, e.log) from e
 
     def add(self, url: str | None, vllm: dict[str, Any], say: Say) -> str:
-        """One more server: a new process, or the one at `url`."""
         if url and (vllm or url.rstrip("/") in self.fleet.urls):
             raise VimeError(f"{url}: " + ("its arguments are not ours to change" if vllm else "it is one of the run's already"))
         i = len(self.fleet.urls)

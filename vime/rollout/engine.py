@@ -125,7 +125,6 @@ class Served:
         return port
 
     def restart(self) -> str:
-        """End what is left of the server and start it again on the same port."""
         self.stop()
         return self.start()
 

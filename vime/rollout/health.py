@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -49,7 +50,7 @@ class Fleet:
         self.loads = 0  # of weights as files, which is what a new process gets first
         self._clients = [EngineClient(u) for u in urls]
         self._current: Weights | None = None
-        self._slow = [0] * len(urls)
+        self._slow: Counter[int] = Counter()  # timeouts in a row
         self._error: VimeError | None = None
         self.lock = threading.RLock()
         self._closed = threading.Event()
@@ -65,19 +66,16 @@ class Fleet:
         return [i for i in range(len(self.urls)) if i not in self.out]
 
     def append(self, url: str, external: bool) -> None:
-        """One more server, still out."""
         with self.lock:
             self.out.add(len(self.urls))
             self.external |= {len(self.urls)} if external else set()
             self._clients.append(EngineClient(url))
-            self._slow.append(0)
             self.urls.append(url)
 
     def pop(self) -> None:
         """Forget the last server, which was never in."""
         with self.lock:
             self.urls.pop()
-            self._slow.pop()
             self._run(self._clients.pop().close())
             for numbers in (self.out, self.external, self.drafts):
                 numbers.discard(len(self.urls))

@@ -131,7 +131,6 @@ class Pool:
         self.fill()
 
     def note(self, flight: Flight, report: GroupReport, data: Any) -> None:
-        """File a group that came back from its worker."""
         for name in ("retries", "fenced", "continued"):
             self.counts[name] += getattr(report, name)
         if data is not None:

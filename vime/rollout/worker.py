@@ -273,14 +273,12 @@ class Actor(RolloutWorker):
                 raise
             group = await asyncio.to_thread(self.drawn, number, evaluation)
         report, done = await self.run_group(group, version, wave, evaluation)
-        wanted = bool(self.cfg.log.eval_hook) if evaluation else not report.interrupted or self.kept_when_interrupted(done)
+        r = self.cfg.rollout
+        kept = (r.partial_rollout or r.mask_offpolicy_prefix) and any(s.response_length for s in done)
+        wanted = bool(self.cfg.log.eval_hook) if evaluation else not report.interrupted or kept
         if wanted and (not report.dropped or report.spare):
             report.ref = await self.put(report.group_index, done)
         return report
-
-    def kept_when_interrupted(self, group: list[Sample]) -> bool:
-        r = self.cfg.rollout
-        return (r.partial_rollout or r.mask_offpolicy_prefix) and any(s.response_length for s in group)
 
     def drawn(self, task: Task, evaluation: str) -> list[Sample]:
         """The samples of a task. Raises: Lost where the data plane has them no more."""

@@ -121,7 +121,6 @@ def _divisors(n: int) -> list[int]:
 
 
 def valid(ranks: int, m: Shape) -> Iterator[ParallelConfig]:
-    """Every layout on that many ranks that fits, without interleaving."""
     for tp, pp, cp in product(_divisors(ranks), repeat=3):
         if ranks % (tp * pp * cp) == 0:
             for ep in _divisors(ranks // pp) if m.experts else [1]:

@@ -59,7 +59,6 @@ def whole(tmp: Path) -> Iterator[None]:
 
 
 def sync(folder: Path, deep: bool = True) -> None:
-    """fsync a folder and, if deep, everything in it."""
     for path in [*(folder.rglob("*") if deep else ()), folder]:
         fd = os.open(path, os.O_RDONLY)
         try:

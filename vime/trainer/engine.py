@@ -414,7 +414,6 @@ class Trainer:
         return self.layout.gradient_norm(model)
 
     def update(self, norm: float, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradient, of this norm, and step the optimizer."""
         if norm > self.cfg.train.clip_grad:
             for p in model.parameters():
                 if p.grad is not None:  # frozen ones have none

@@ -142,18 +142,13 @@ def load_model(
     return model.train()
 
 
-def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out, adapters added in. A collective."""
-    return {name: t for part in whole_parts(model, dtype, 1 << 30)[1] for name, t in part.items()}
-
-
 def whole_parts(
     model: PreTrainedModel, dtype: torch.dtype, limit: int, device: torch.device | str = "cpu", takers: Collection[int] = (0,)
 ) -> tuple[dict[str, torch.Tensor], Iterator[dict[str, torch.Tensor]]]:
-    """As full_tensors, in parts of a decoder layer's weights, `limit` bytes at most (but for a larger tensor, or a layer of an architecture
-    that makes one weight of several), no two whole at once, each gathered once, in `dtype`; other stages' come through the first one, whose
-    ranks `takers` are. Returns: all tensors without data, and the parts, on `device` of the takers, empty elsewhere. Call and iteration are
-    collectives."""
+    """Every weight, whole, under its Hugging Face name, tied copies left out, adapters added in, in parts of a decoder layer's, `limit` bytes at
+    most (but for a larger tensor, or a layer of an architecture that makes one weight of several), no two whole at once, gathered once, in `dtype`;
+    other stages' come through the first, whose ranks `takers` are. Returns: all tensors without data, and the parts, on `device` of the takers,
+    empty elsewhere. Call and iteration are collectives."""
     layout, tied = model.layout, dict(model.all_tied_weights_keys or {})
     left_out = {*tied, *(tied.values() if layout.pp else ())}  # a tied embedding lies at both ends of a pipeline
     conversions = getattr(model, "_weight_conversions", None) or ()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from vime.errors import VimeError
 from vime.trainer.checkpoint import FULL
-from vime.trainer.parallel import agree, full_tensors
+from vime.trainer.parallel import agree, whole_parts
 
 Parts = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer]]  # by prefix: "" the model that is trained, "critic." its critic
 
@@ -41,8 +41,6 @@ def tree(parts: Parts) -> dict[str, Any]:
 
 
 class Share(NamedTuple):
-    """What one rank writes of a checkpoint."""
-
     tree: dict[str, Any]
     full: dict[str, torch.Tensor]  # whole weights in `dtype`, on rank 0
     rng: torch.Tensor
@@ -51,7 +49,8 @@ class Share(NamedTuple):
 
 def share(parts: Parts, dtype: torch.dtype, copied: bool) -> Share:
     """This rank's share of a checkpoint; a collective. `copied`: in host memory, so that training may go on; else the live tensors."""
-    tensors, full = tree(parts), full_tensors(parts[""][0], dtype)
+    tensors, (_, whole) = tree(parts), whole_parts(parts[""][0], dtype, 1 << 30)
+    full = {name: t for part in whole for name, t in part.items()}
     if copied:
         tensors = {k: {n: v.detach().to("cpu", copy=True) for n, v in part.items()} for k, part in tensors.items()}
         full = {k: v.detach().clone() for k, v in full.items()}
