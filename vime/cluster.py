@@ -1,7 +1,5 @@
 """Ray: starts the servers, rollout workers and trainer ranks of one run, and ends them. Nothing else knows Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -2,8 +2,6 @@
 socket in the run's folder; a question is one JSON line, answers are lines, the last has "done" or "error". Changes happen under the fleet's
 lock, so a publish never meets half of one; waiting for requests to end and for a server to start do not."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

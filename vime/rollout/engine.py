@@ -1,7 +1,5 @@
 """One vLLM server as a subprocess. Nothing of vLLM is imported: the server is reached over HTTP only."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """Dynamic sampling filters: which finished groups are worth training on. Shapes are slime's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The servers' /metrics, read again and again, as numbers of a stretch of time. A look at a server counts as busy where a request runs and
 the server made a step since the look before, so neither an empty server counts nor one that a weight update has frozen."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Single-turn generation: token ids in, token ids with logprobs and weight versions out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """The serving side as the controller sees it: probe, publish weights, watch, heal."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

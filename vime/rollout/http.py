@@ -1,7 +1,5 @@
 """The one client of every endpoint vime uses on a vLLM server (and, for generation, on the router in front of several)."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any

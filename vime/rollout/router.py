@@ -1,7 +1,5 @@
 """vllm-router as a subprocess: one address in front of all servers, with session affinity."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.parse
 import urllib.request

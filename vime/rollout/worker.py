@@ -1,7 +1,5 @@
 """The rollout worker: takes a group of samples, generates, scores, and gives back the finished samples with their metadata."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

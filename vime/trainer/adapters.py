@@ -1,7 +1,5 @@
 """LoRA (Hu et al. 2021) by peft: adapters beside a frozen model's linear layers, whole on each rank in float32, unknown to FSDP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Advantages: pure functions over rewards and ids (one number a sample), and over the tokens of one sample (returns, GAE, whitening)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Which layouts a model allows: told from its config.json, before anything starts. `vime plan` and the preflight ask here."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Who trains what, with which weight: one rollout batch split into optimizer steps, ranks and micro-batches. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Checkpoints: <run>/checkpoints/step_000010/{hf/, trainer/, state.json}; a folder is there whole or not at all. trainer/ holds float32
 weights and optimizer in shards that any number of ranks can read (state.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -2,8 +2,6 @@
 trade sequence for heads (Ulysses, Jacobs et al. 2023, arXiv:2309.14509) and see the whole row for their heads; with too few heads a larger
 piece, and ring.py goes on. Behind the last layer each gets the hidden states of the whole samples whose loss it computes, wherever they lie."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The critic of PPO: the model's layers with one number a token in place of the vocabulary, on the same ranks, with an optimizer of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

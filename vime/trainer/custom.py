@@ -1,8 +1,6 @@
 """The user's functions on the loss side: packed tokens spread out into slime's lists, one tensor per sample on the trainer's device, as long
 as its response (loss_mask and logprob 0 where not trained), and back. Their errors become a VimeError that names them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

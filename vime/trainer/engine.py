@@ -1,7 +1,5 @@
 """One trainer rank: load, optimizer steps, publish, save. Every rank runs this same program (SPMD over torch.distributed)."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

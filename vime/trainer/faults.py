@@ -1,7 +1,5 @@
 """What is wrong with a rank's numbers, or with the rank: a step's NaN and inf, an error in its own part of the work."""
 
-from __future__ import annotations
-
 import math
 import re
 import traceback

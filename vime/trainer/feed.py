@@ -1,7 +1,5 @@
 """How a step's samples reach a trainer rank: one rank of a host pulls them for all ranks there that train the same ones."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a rank stands on the five axes, and how a model is cut along them: docs/parallel.md says what each axis does."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Policy loss, KL and token logprobs: pure functions of tensors, natural logarithms throughout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model on the ranks: process group, loading of each rank's part, packed attention, and whole tensors out of parts."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """Forward and backward of a model over the stages of its pipeline; of a model that isn't cut, on its one stage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Advantages per token: KL in the reward, discounting, and whitening over every trained token of the step, whatever rank holds it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.distributed as dist

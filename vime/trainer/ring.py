@@ -2,8 +2,6 @@
 keys and values of the rank t places before it, where any of them are seen. Softmax goes on from block to block by the logarithm of its sum
 (LSE)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain

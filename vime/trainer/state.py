@@ -1,7 +1,5 @@
 """A rank's share of a checkpoint: weights, optimizer, random state; and the Hugging Face folder that rank 0 writes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images on a trainer rank: pixels from references, checks against the tokens, and what a vision-language model's forward takes besides ids."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@ between their flat positions (in the smallest of uint8, uint16, int32 and int64 
 the new values as integers of the same size; else `whole:<name>`. Its metadata has "base" and "checksum": the checksums of all weights before
 and after it; that of a whole file has "checksum" only."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator

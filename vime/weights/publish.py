@@ -1,7 +1,5 @@
 """Sending side: weights as safetensors files that servers read, in shared memory or in the run's folder; whole, or as deltas."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator

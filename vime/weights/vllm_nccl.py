@@ -1,7 +1,5 @@
 """The sending side over NCCL: vLLM's own trainer engine on a trainer rank, for the servers of its route. Not run on GPUs yet."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -2,8 +2,6 @@
 the whole model, and deltas to lay over it. Also after a delta the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
 few elements of a tensor have no place of their own in it."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
