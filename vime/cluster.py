@@ -271,8 +271,7 @@ class Cluster:
                 print(f"{part} of the data plane had died and was started again", file=sys.stderr, flush=True)
 
     def gather(self, refs: list[Any], who: str, doing: str = "") -> list[Any]:
-        """Results of all refs, in order; fails as soon as one does: no rank waits for a dead one. `doing`: trainer ranks', within
-        train.step_timeout."""
+        """Results of all refs, in order; fails as soon as one does: no rank waits for a dead one. `doing`: ranks', within train.step_timeout."""
         pending, end = list(refs), time.monotonic() + self.cfg.train.step_timeout + STACKS_BY
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
@@ -337,8 +336,7 @@ class Cluster:
         self.gather([w.interrupt.remote(wave) for w in self.workers], "rollout worker")
 
     def drain(self, timeout: float) -> Iterator[tuple[int, GroupReport, Any]]:
-        """Interrupted groups as they come back, as long as `timeout`. Servers are asked to abort again and again: a request may have been on its
-        way."""
+        """Interrupted groups as they come back, within `timeout`. Servers are asked to abort repeatedly: a request may have been on its way."""
         end = time.monotonic() + timeout
         assert self.fleet
         while (self.rollouts.pending or self.rollouts.suspects) and time.monotonic() < end:

@@ -98,9 +98,8 @@ def for_server(params: dict[str, Any]) -> dict[str, Any]:
 
 
 async def generate_group(samples: list[Sample], cfg: Config | Args, params: dict[str, Any]) -> None:
-    """Generate, in place, the rest of every response; samples with equal tokens so far share one request with n choices. A sample that the
-    server aborts keeps its tokens, as ABORTED: generate it again to continue it. Raises: as EngineClient.generate; samples may then be half
-    done."""
+    """Generate, in place, the rest of every response; samples with equal tokens so far share one request with n choices. A sample that the server
+    aborts keeps its tokens, as ABORTED: generate it again to continue it. Raises: as EngineClient.generate; samples may then be half done."""
     sharing: dict[Any, list[Sample]] = {}
     for s in samples:
         sharing.setdefault((tuple(s.tokens), *(i["sha256"] for i in s.images)), []).append(s)

@@ -48,9 +48,8 @@ def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
 
 
 def too_late(cfg: Config, groups: list[dict[str, Any]], step: int) -> set[int]:
-    """Which of a snapshot's groups `cfg` could not train in time from `step` on, as its bound or batch may be smaller than the checkpoint's;
-    as few as possible. They start again from their prompts. Raises: VimeError where there are some and data.source cannot give their prompts
-    again."""
+    """Which of a snapshot's groups `cfg` could not train in time from `step` on, as its bound or batch may be smaller than the checkpoint's; as few
+    as possible. They start again from their prompts. Raises: VimeError where there are some and data.source cannot give their prompts again."""
     r, bound = cfg.rollout, cfg.train.max_staleness
     goes_on = r.mask_offpolicy_prefix or r.function or (bound > 0 and (r.partial_rollout or cfg.train.mode == "async"))
     late, fit = set(), 0

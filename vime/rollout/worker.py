@@ -76,10 +76,9 @@ class RolloutWorker:
         return self._stops.setdefault(wave, asyncio.Event())
 
     async def run_group(self, samples: list[Sample], version: int, wave: int = 0, evaluation: str = "") -> tuple[GroupReport, list[Sample]]:
-        """Generate and score one group with weights `version` or newer, for the eval dataset of that name if one is given; the given samples
-        stay as they are. Tokens that they hold are kept (rollout.mask_offpolicy_prefix: not trained). A failing server, and tokens of older
-        weights, cost a redo of the whole group. Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward
-        (reward.on_error)."""
+        """Generate and score one group with weights `version` or newer, for an eval dataset if named; the given samples stay as they are. Tokens
+        that they hold are kept (rollout.mask_offpolicy_prefix: not trained). A failing server, and tokens of older weights, cost a redo of the
+        group. Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward (reward.on_error)."""
         report, stop = GroupReport(samples[0].group_index), self._stop(wave)
         held = copy.deepcopy(samples)
         if self.cfg.algo.advantage_estimator == "remax" and not evaluation and not any(s.greedy for s in held):

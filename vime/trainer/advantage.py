@@ -77,9 +77,8 @@ def overlong_penalty(lengths: Numbers, limit: int, buffer: int, factor: float) -
 
 
 def estimate(metas: Sequence[SampleMeta], cfg: Config) -> tuple[list[SampleMeta], list[float]]:
-    """The step's samples without greedy ones, cut-off ones removed with algo.overlong_filter, and a number for each by
-    algo.advantage_estimator: the same at each of its tokens, unless algo.per_token (returns.py). Raises: VimeError where remax has no greedy
-    sample for a group."""
+    """The step's samples without greedy ones, cut-off ones removed with algo.overlong_filter, and a number for each by algo.advantage_estimator:
+    the same at each of its tokens, unless algo.per_token (returns.py). Raises: VimeError where remax has no greedy sample for a group."""
     algo, scores = cfg.algo, np.array([m.reward for m in metas])
     if buffer := cfg.reward.overlong_buffer_len:
         longest: dict[int, int] = {}

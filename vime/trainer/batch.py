@@ -109,8 +109,7 @@ def _units(row: Unit, pairs: bool) -> list[Unit]:
 
 
 def _work(row: Unit, width: int) -> np.ndarray:
-    """Tokens of work of each sample. A token costs 24 width^2 FLOPs in a layer's products, a pair of tokens in attention 4 width, a sixth of that
-    by width."""
+    """Tokens of work of each sample. A token costs 24 width^2 FLOPs in a layer's products, a pair of them 4 width in attention."""
     new = np.array(_costs(row), dtype=np.float64)
     if not width:
         return new

@@ -17,11 +17,10 @@ def policy_loss(
     kind: str = "ppo", lengths: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Policy-gradient loss per token, and 1.0 where a bound was active; all of one shape, float32, for gspo (N,) with each sample's tokens in
-    `lengths`. Gradients flow through `log_probs` only, not `old`, those before the update. "ppo": the clipped surrogate, the ratio held to [1
-    - clip_low, 1 + clip_high]. "gspo": the same with the sample's geometric mean of ratios, whose gradient falls on each token alike
+    `lengths`. Gradients flow through `log_probs` only, not `old`, those before the update. "ppo": the clipped surrogate, the ratio held to [1 -
+    clip_low, 1 + clip_high]. "gspo": the same with the sample's geometric mean of ratios, whose gradient falls on each token alike
     (arXiv:2507.18071, GSPO-token form). In both, a negative advantage's loss is at most -dual_clip * advantage. "cispo": -ratio * advantage *
-    log_prob, the ratio held and without a gradient, so no token loses its own (arXiv:2506.13585). "gpg": -advantage * log_prob
-    (arXiv:2504.02546)."""
+    log_prob, the ratio held and without a gradient, so no token loses its own (arXiv:2506.13585). "gpg": -advantage * log_prob (arXiv:2504.02546)."""
     if kind == "gpg":
         return -advantages * log_probs, torch.zeros_like(log_probs)
     log_ratio = log_probs - old
