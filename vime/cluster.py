@@ -1,7 +1,5 @@
 """Ray: starts the servers, rollout workers and trainer ranks of one run, and ends them. Nothing else knows Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools
@@ -39,14 +37,13 @@ from vime.data.records import dump_samples, write_groups
 from vime.errors import VimeError, said
 from vime.groups import DEAD, Rollouts
 from vime.procs import Follower, free_port, stack
-from vime.rollout.actor import Actor
 from vime.rollout.control import Control
 from vime.rollout.engine import Engine, drafts_itself
 from vime.rollout.gauges import Gauges, summary
 from vime.rollout.health import Fleet
 from vime.rollout.plugged import WHOLE_BATCH
 from vime.rollout.router import Router
-from vime.rollout.worker import GroupReport
+from vime.rollout.worker import Actor, GroupReport
 from vime.sample import Sample, SampleMeta
 from vime.trainer.batch import RankPlan
 from vime.trainer.rank import Rank
@@ -64,10 +61,7 @@ def cause(e: BaseException) -> BaseException:
 
 
 class Cluster:
-    """The processes of one run: `start(checkpoint)`, and `close()` whatever happens, which ends everything that it started.
-
-    In sync mode servers and trainer take turns, so each gets all cores of a CPU machine (and waits passively).
-    """
+    """The processes of one run: `start(checkpoint)`, and `close()` whatever happens, which ends everything that it started."""
 
     def __init__(self, cfg: Config, folder: Path, take_signals: Callable[[], None] = lambda: None, sources: dict[str, Prompts] | None = None):
         self.cfg, self.folder, self.take_signals = cfg, folder, take_signals
@@ -94,13 +88,9 @@ class Cluster:
         self._closing = threading.Event()
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="pids")
 
-    # ---------------------------------------------------------------- start and end
-
     def start(self, checkpoint: Path | None) -> None:
-        """Start Ray, engines, router, workers and trainer ranks; returns when all of them answer. Offline there are trainer ranks only.
-
-        Raises: VimeError of the first part that cannot start, with its log tail.
-        """
+        """Start Ray, engines, router, workers and trainer ranks, offline the latter only; returns when all answer. Raises: VimeError of the
+        first part that cannot start, with its log tail."""
         cfg, local = self.cfg, self.cfg.ray.address is None
         try:
             own: dict[str, Any] = {"num_cpus": 1024, "include_dashboard": False} if local else {}
@@ -161,7 +151,6 @@ class Cluster:
         return self.folder / "logs" / f"trainer-{rank}.stacks"
 
     def measure(self) -> None:
-        """Begin to look at the servers' own metrics."""
         fleet = self.fleet
         assert fleet
         self.gauges = Gauges(lambda: {i: fleet.urls[i] for i in fleet.serving()})
@@ -254,8 +243,7 @@ class Cluster:
         return url
 
     def restart_engine(self, i: int, changes: dict[str, Any] | None = None) -> None:
-        """Start engine i anew on its port, with these and earlier changes of its vLLM arguments. Ray itself restarts the actor where the
-        actor's process died, too."""
+        """Start engine i anew on its port, with these and earlier changes of its vLLM arguments; Ray restarts its actor where that died."""
         wanted = self.changes.get(i, {}) | (changes or {})
         for attempt in (1, 2):
             try:
@@ -267,8 +255,6 @@ class Cluster:
                     raise VimeError(f"engine {i}: the process that holds it keeps dying: {cause(e)}") from e
             except rex.RayTaskError as e:
                 raise cause(e) from None
-
-    # ---------------------------------------------------------------- waiting
 
     def ray_alive(self) -> bool:
         return all(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._ray_pids)
@@ -285,8 +271,7 @@ class Cluster:
                 print(f"{part} of the data plane had died and was started again", file=sys.stderr, flush=True)
 
     def gather(self, refs: list[Any], who: str, doing: str = "") -> list[Any]:
-        """Results of all refs, in order; fails as soon as one of them fails, so that no rank waits for a dead one. `doing`: what trainer
-        ranks do, in train.step_timeout seconds at most."""
+        """Results of all refs, in order; fails as soon as one does: no rank waits for a dead one. `doing`: ranks', within train.step_timeout."""
         pending, end = list(refs), time.monotonic() + self.cfg.train.step_timeout + STACKS_BY
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
@@ -334,8 +319,6 @@ class Cluster:
             e = type(e)(re.sub(rf"(?<!\()\b{re.escape(url)}\b", f"engine {i} ({url})", e.what), e.fix, e.log)
         return e
 
-    # ---------------------------------------------------------------- work
-
     def await_worker(self, i: int) -> None:
         """Wait until Ray has brought a rollout worker back: until then each call to it fails."""
         end = time.monotonic() + WORKER_BACK
@@ -353,8 +336,7 @@ class Cluster:
         self.gather([w.interrupt.remote(wave) for w in self.workers], "rollout worker")
 
     def drain(self, timeout: float) -> Iterator[tuple[int, GroupReport, Any]]:
-        """Interrupted groups as they come back. The servers are asked again and again to abort, since a request may have been on its way.
-        What has not come back after `timeout` seconds is forgotten."""
+        """Interrupted groups as they come back, within `timeout`. Servers are asked to abort repeatedly: a request may have been on its way."""
         end = time.monotonic() + timeout
         assert self.fleet
         while (self.rollouts.pending or self.rollouts.suspects) and time.monotonic() < end:
@@ -374,8 +356,7 @@ class Cluster:
         return [done[i] for i in range(number)]
 
     def train(self, step: int, plans: list[RankPlan], data: dict[int, Ref]) -> dict[str, float] | list[int]:
-        """One rollout step's optimizer steps on every rank, a plan for each of parallel.fsdp; `data` maps group_index to where its samples
-        are. Where the data plane has lost groups, nothing is done and these are returned in place of the metrics."""
+        """One rollout step's optimizer steps, a plan for each of parallel.fsdp; `data`: where each group is. Returns metrics, or lost groups."""
         given = [plans[self.cfg.parallel.shard(r)] for r in range(len(self.trainers))]
         refs = [[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})] for plan in given]
         self.rollouts.moved += sum(len(ray.cloudpickle.dumps(x)) for x in (given, refs))
@@ -423,7 +404,6 @@ class Cluster:
         self.gather([t.call.remote("save", str(folder.resolve()), keep) for t in self.trainers], "trainer rank", f"saving {folder.name}")
 
     def flush(self) -> None:
-        """Wait for the checkpoint that the ranks write in the background."""
         self.gather([t.call.remote("flush") for t in self.trainers], "trainer rank", "writing a checkpoint")
 
     def groups(self, tasks: list[Any]) -> list[list[Sample]]:
@@ -477,17 +457,12 @@ class Cluster:
 
 def _reading(write: Callable[..., None], spec: Spec, path: str, groups: list[Any]) -> int:
     """`write(path, *groups)` of groups in the data plane, None for those that are lost. Returns how many these are."""
-    store = open_store(spec)
-
-    def read(group: Any) -> list[Sample] | None:
-        try:
-            return samples_of(store.get([group])[0]) if isinstance(group, Ref) else group
-        except Lost:
-            return None
-
-    try:
-        found = [read(g) for g in groups]
-        write(path, *found)
-        return found.count(None)
-    finally:
-        store.close()
+    found: list[list[Sample] | None] = []
+    with contextlib.closing(open_store(spec)) as store:
+        for group in groups:
+            try:
+                found.append(samples_of(store.get([group])[0]) if isinstance(group, Ref) else group)
+            except Lost:
+                found.append(None)
+    write(path, *found)
+    return found.count(None)

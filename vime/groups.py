@@ -23,10 +23,8 @@ DEAD = (rex.RayActorError, rex.ObjectLostError, rex.WorkerCrashedError, rex.Node
 
 
 class Rollouts:
-    """Groups under way on the workers, by key; the samples themselves stay in the data plane until a trainer rank fetches them.
-
-    A group may itself be what ends its worker (a plug-in that crashes). Those that were there at SUSPECT deaths go on one at a time, so that
-    the next death has one of them as its cause."""
+    """Groups under way on the workers, by key. A group may itself be what ends its worker (a plug-in that crashes): those that were there at
+    SUSPECT deaths go on one at a time, so that the next death has one of them as its cause."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
@@ -51,10 +49,8 @@ class Rollouts:
 
     def finished(self, timeout: float, redo: bool = True) -> list[tuple[int, GroupReport, Any]]:
         """(key, report, reference to the samples) of the groups that have come back; waits up to `timeout` seconds for the first. A group
-        whose worker died is submitted again, or without `redo` counts as interrupted before it began.
-
-        Raises: VimeError of a failing reward, request or engine, and of a group with which one worker after the other died.
-        """
+        whose worker died is submitted again, or without `redo` counts as interrupted. Raises: VimeError of a failing reward, request or
+        engine, and of a group that one worker after the other died with."""
         out: list[tuple[int, GroupReport, Any]] = []
         if not redo:
             out += [(args[0], GroupReport(args[0], interrupted=True), None) for args in self.suspects]

@@ -13,7 +13,7 @@ from vime import config
 from vime.cluster import Cluster
 from vime.data.plane import Plane
 from vime.errors import VimeError
-from vime.rollout.actor import Actor
+from vime.rollout.worker import Actor
 from vime.sample import Sample
 
 HERE = "tests.integration.test_worker_deaths"

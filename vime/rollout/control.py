@@ -1,11 +1,6 @@
-"""`vime engines RUN ...`: servers of a running job are taken out, replaced and added, from another terminal.
-
-The driver listens on a Unix socket in the run's folder, which only its user may open; a question is one JSON line, answers are lines, the
-last of which has "done" or "error". Weights and the router's list change under the fleet's lock, so a publish never meets half a change;
-what takes long, waiting for requests to end and starting a server, happens outside it, so training goes on.
-"""
-
-from __future__ import annotations
+"""`vime engines RUN ...`: servers of a running job are taken out, replaced and added, from another terminal. The driver listens on a Unix
+socket in the run's folder; a question is one JSON line, answers are lines, the last has "done" or "error". Changes happen under the fleet's
+lock, so a publish never meets half of one; waiting for requests to end and for a server to start do not."""
 
 import json
 import os
@@ -124,8 +119,7 @@ class Control:
             time.sleep(0.3)
 
     def replace(self, i: int, vllm: dict[str, Any], say: Say) -> str:
-        """Exchange server i's process for a new one with other arguments, without losing a request. One that was started elsewhere is not
-        started, only brought back in."""
+        """Exchange server i's process for one with other arguments, without losing a request. One started elsewhere is only brought back in."""
         external = i in self.fleet.external
         if external and vllm:
             raise VimeError(f"{self.at(i)} was started elsewhere: its arguments are not ours to change", "start it anew there, then replace it")
@@ -140,7 +134,6 @@ class Control:
             raise VimeError(f"{self.at(i)} stays out: {e.what}", e.fix, e.log) from e
 
     def add(self, url: str | None, vllm: dict[str, Any], say: Say) -> str:
-        """One more server: a new process, or the one at `url`."""
         if url and (vllm or url.rstrip("/") in self.fleet.urls):
             raise VimeError(f"{url}: " + ("its arguments are not ours to change" if vllm else "it is one of the run's already"))
         i = len(self.fleet.urls)

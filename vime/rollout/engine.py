@@ -1,7 +1,5 @@
 """One vLLM server as a subprocess. Nothing of vLLM is imported: the server is reached over HTTP only."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
@@ -18,8 +16,6 @@ from vime.config import Config, EngineTable
 from vime.errors import VimeError
 from vime.procs import Child, free_port, spawn
 
-START_TIMEOUT = 1800.0  # seconds; a large model takes minutes to load
-
 
 def on_cpu() -> bool:
     """Whether the installed vLLM is a build for the CPU."""
@@ -30,8 +26,7 @@ def on_cpu() -> bool:
 
 
 def flags(args: dict[str, Any]) -> list[str]:
-    """{"max_num_seqs": 8, "enforce_eager": True} -> command-line arguments; False becomes --no-..., dicts JSON, lists several values,
-    lists of lists the argument several times."""
+    """Configuration -> command-line arguments: False becomes --no-..., dicts JSON, lists several values, lists of lists the argument several times."""
     out: list[str] = []
     for key, value in args.items():
         name = key.replace("_", "-")
@@ -42,10 +37,6 @@ def flags(args: dict[str, Any]) -> list[str]:
             for row in values if values and all(isinstance(v, list) for v in values) else [values]:
                 out += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in row)]
     return out
-
-
-def without_port(args: dict[str, Any]) -> dict[str, Any]:
-    return {k.replace("-", "_"): v for k, v in args.items() if k != "port"}
 
 
 def claim_port(wanted: int | None, key: str) -> int:
@@ -70,19 +61,6 @@ def answers(url: str, timeout: float = 5) -> bool:
         return False
 
 
-def await_up(child: Child, health: str, name: str, log: Path, skip: int = 0, timeout: float = START_TIMEOUT) -> None:
-    """Block until GET `health` gives 200. Raises VimeError with the cause and the end of `log` (from byte `skip`) where it never does."""
-    give_up = time.monotonic() + timeout
-    while not answers(health):
-        dead = not child.alive()
-        if dead or time.monotonic() > give_up:
-            child.stop()
-            text = log.read_bytes()[skip:].decode(errors="replace")
-            what = f"failed to start (exit code {child.returncode})" if dead else f"did not answer {health} within {timeout:.0f} s"
-            raise VimeError(f"{name} {what}: {cause(text)}", f"whole log: {log}", "\n".join(x[:200] for x in text.splitlines()[-20:]))
-        time.sleep(0.2)
-
-
 def cause(text: str) -> str:
     """The line of a server's log that says why it died: the last exception that isn't the mere report of another process's death."""
     text = re.sub(r"(validation errors? for \w+)\n.*?(Value error|Input)", r"\1: \2", text)  # pydantic says what on the next line
@@ -101,7 +79,7 @@ class Served:
     """A server of this run as a subprocess, restarted on the port it had. `arguments` and `environment` say how it is started."""
 
     module = health = name = key = ""  # of python -m; path that answers 200; in errors; configuration key of the port
-    timeout = START_TIMEOUT
+    timeout = 1800.0  # seconds; a large model takes minutes to load
 
     def __init__(self, log: Path, port: int | None):
         self.log, self.port, self.url = log, port, ""
@@ -114,16 +92,17 @@ class Served:
         return {}
 
     def start(self) -> str:
-        """Start the server and wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits. Where a
-        port that nobody asked for was taken by another process meanwhile, it is started again on another one."""
-        for last in (False, False, True):
+        """Start the server, wait until it is healthy; returns its URL. Raises VimeError with its last log lines where it exits. Where a port that
+        nobody asked for was taken meanwhile, it is started on another one."""
+        tries = 3
+        while True:
+            tries -= 1
             try:
                 self.port = self._start(claim_port(self.port, self.key))
                 return self.url
             except VimeError as e:
-                if last or self.port is not None or "already in use" not in e.what:
+                if not tries or self.port is not None or "already in use" not in e.what:
                     raise
-        raise AssertionError
 
     def _start(self, port: int) -> int:
         skip = self.log.stat().st_size if self.log.exists() else 0
@@ -131,11 +110,19 @@ class Served:
         self._child = spawn([sys.executable, "-m", self.module, *flags(args)], self.log, self.environment())
         host = "127.0.0.1" if args["host"] in ("0.0.0.0", "::") else args["host"]
         self.url = f"http://{host}:{port}"
-        await_up(self._child, self.url + self.health, self.name, self.log, skip, self.timeout)
+        give_up = time.monotonic() + self.timeout
+        while not answers(self.url + self.health):
+            dead = not self._child.alive()
+            if dead or time.monotonic() > give_up:
+                self._child.stop()
+                text = self.log.read_bytes()[skip:].decode(errors="replace")
+                what = f"failed to start (exit code {self._child.returncode})" if dead else f"did not answer within {self.timeout:.0f} s"
+                end = "\n".join(x[:200] for x in text.splitlines()[-20:])
+                raise VimeError(f"{self.name} {what}: {cause(text)}", f"whole log: {self.log}", end)
+            time.sleep(0.2)
         return port
 
-    def restart(self, changes: dict[str, Any] | None = None) -> str:
-        """End what is left of the server and start it again on the same port."""
+    def restart(self) -> str:
         self.stop()
         return self.start()
 
@@ -159,15 +146,15 @@ class Engine(Served):
     def __init__(self, cfg: Config, index: int, folder: str, port: int | None = None, changes: dict[str, Any] | None = None):
         """`changes` are vLLM arguments laid over those of the configuration; a server beyond the configured ones has those of [vllm]."""
         servers = cfg.servers
-        table = servers[index] if index < len(servers) else EngineTable(vllm=without_port(cfg.vllm))
+        more = {k.replace("-", "_"): v for k, v in cfg.vllm.items() if k != "port"}
+        table = servers[index] if index < len(servers) else EngineTable(vllm=more)
         self.base, self.env = table.vllm, table.env
         self.given = self.base | (changes or {})
-        given = self.given.get("port")
-        super().__init__(Path(folder) / "logs" / f"engine-{index}.log", port if given is None else int(given))
+        super().__init__(Path(folder) / "logs" / f"engine-{index}.log", self.given.get("port", port))
         self.cfg, self.index, self.name = cfg, index, f"engine {index}: vLLM"
 
     def restart(self, changes: dict[str, Any] | None = None) -> str:
-        """As Served.restart; with `changes` laid over the configured vLLM arguments from here on. Another port changes nothing."""
+        """As Served.restart; `changes` are laid over the configured vLLM arguments from here on. Another port changes nothing."""
         self.given = self.given if changes is None else self.base | changes
         return super().restart()
 

@@ -1,7 +1,5 @@
 """Dynamic sampling filters: which finished groups are worth training on. Shapes are slime's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +28,7 @@ def resolve(path: str | None) -> Callable[..., Any] | None:
 
 
 def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> tuple[str | None, bool]:
-    """Why the filter drops this group (None where it keeps it), and whether it is a spare: taken all the same rather than drawing more.
-    Raises: VimeError naming the group where the filter fails."""
+    """Why the filter drops this group, if so, and whether it is a spare: taken rather than drawing more. Raises: VimeError where it fails."""
     if fn is None:
         return None, False
     try:

@@ -1,10 +1,5 @@
-"""What servers say of themselves: their /metrics, read again and again, as the numbers of a stretch of time.
-
-Busy is measured, not guessed: a look at a server counts as busy where a request runs at that instant and the server has made a step since
-the look before, so neither an empty server counts nor one whose requests are frozen by a weight update.
-"""
-
-from __future__ import annotations
+"""The servers' /metrics, read again and again, as numbers of a stretch of time. A look at a server counts as busy where a request runs and
+the server made a step since the look before, so neither an empty server counts nor one that a weight update has frozen."""
 
 import asyncio
 import threading

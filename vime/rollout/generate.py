@@ -1,7 +1,5 @@
 """Single-turn generation: token ids in, token ids with logprobs and weight versions out."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -60,8 +58,7 @@ link: ContextVar[Link] = ContextVar("link")
 
 @dataclass
 class Running:
-    """The custom_generate call that runs now: its args, its session (requests of one stay on one server), and the weight versions that
-    sampled for it so far."""
+    """The custom_generate call that runs now: its args, its session, which stays on one server, and the weight versions that sampled for it so far."""
 
     args: Args
     session: str
@@ -72,8 +69,7 @@ running: ContextVar[Running] = ContextVar("running")
 
 
 def sampling_params(cfg: Config | Args, evaluation: str = "", greedy: bool = False) -> dict[str, Any]:
-    """vLLM's sampling parameters of this run, or of its eval dataset of that name, for one sample without a prompt;
-    `max_tokens` shrinks where the context does not fit. greedy: the most likely tokens instead."""
+    """vLLM's sampling parameters of this run, or of an eval dataset, for one sample; `max_tokens` shrinks where the context does not fit."""
     r = cfg.rollout
     given = {d.name: d for d in cfg.eval.datasets}[evaluation] if evaluation else r
     params: dict[str, Any] = {
@@ -102,11 +98,8 @@ def for_server(params: dict[str, Any]) -> dict[str, Any]:
 
 
 async def generate_group(samples: list[Sample], cfg: Config | Args, params: dict[str, Any]) -> None:
-    """Generate, in place, the rest of every sample's response; those that share their tokens so far share one request with n choices.
-
-    A sample that the server aborts keeps the tokens it got and has status ABORTED: generate it again to continue it, token-exact.
-    Raises: VimeError, EngineDown as EngineClient.generate; samples may then be half done.
-    """
+    """Generate, in place, the rest of every response; samples with equal tokens so far share one request with n choices. A sample that the server
+    aborts keeps its tokens, as ABORTED: generate it again to continue it. Raises: as EngineClient.generate; samples may then be half done."""
     sharing: dict[Any, list[Sample]] = {}
     for s in samples:
         sharing.setdefault((tuple(s.tokens), *(i["sha256"] for i in s.images)), []).append(s)
@@ -126,8 +119,7 @@ async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generate one turn of a sample on the running worker's servers: the default that a custom_generate plug-in can build on.
-    max_new_tokens counts the whole response, earlier turns included."""
+    """Generate one turn of a sample on the running worker's servers. max_new_tokens counts the whole response, earlier turns included."""
     await generate_group([sample], args, for_server(sampling_params))
     return sample
 

@@ -1,15 +1,14 @@
 """The serving side as the controller sees it: probe, publish weights, watch, heal."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.rollout import gauges
 from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
@@ -32,12 +31,9 @@ class Weights(NamedTuple):
 
 
 class Fleet:
-    """All servers of a run, by index.
-
-    restart(i) blocks until server i is up again on the same URL; None where they were started elsewhere, as those in `external` were. The
-    router is restarted, too. The draft model of those in `drafts` is the policy itself, and gets its weights as well.
-    Sync methods; the HTTP calls run in a private event loop thread. Publishing, healing and whoever holds `lock` exclude each other.
-    """
+    """All servers of a run, by index. restart(i) blocks until server i is up again on the same URL; None where all were started elsewhere, as
+    those in `external` were. The draft model of those in `drafts` is the policy itself. Sync methods; the HTTP calls run in a private event
+    loop thread. Publishing, healing and whoever holds `lock` exclude each other."""
 
     def __init__(
         self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep",
@@ -52,7 +48,7 @@ class Fleet:
         self.loads = 0  # of weights as files, which is what a new process gets first
         self._clients = [EngineClient(u) for u in urls]
         self._current: Weights | None = None
-        self._slow = [0] * len(urls)
+        self._slow: Counter[int] = Counter()  # timeouts in a row
         self._error: VimeError | None = None
         self.lock = threading.RLock()
         self._closed = threading.Event()
@@ -68,19 +64,16 @@ class Fleet:
         return [i for i in range(len(self.urls)) if i not in self.out]
 
     def append(self, url: str, external: bool) -> None:
-        """One more server, still out."""
         with self.lock:
             self.out.add(len(self.urls))
             self.external |= {len(self.urls)} if external else set()
             self._clients.append(EngineClient(url))
-            self._slow.append(0)
             self.urls.append(url)
 
     def pop(self) -> None:
         """Forget the last server, which was never in."""
         with self.lock:
             self.urls.pop()
-            self._slow.pop()
             self._run(self._clients.pop().close())
             for numbers in (self.out, self.external, self.drafts):
                 numbers.discard(len(self.urls))
@@ -161,25 +154,16 @@ class Fleet:
             return [Receiver(i, self.urls[i], self._run(self._clients[i].world_size()), self.loads) for i in self.serving()]
 
     def publish(
-        self,
-        version: int,
-        path: str,
-        canary: Canary | None,
-        tol: float = 1e-3,
-        deltas: tuple[str, ...] = (),
-        whole: Callable[[], str] | None = None,
-        sent: bool = False,
-    ) -> None:
+        self, version: int, path: str, canary: Canary | None, tol: float = 1e-3, deltas: tuple[str, ...] = (),
+        whole: Callable[[], str] | None = None, sent: bool = False,
+    ) -> None:  # fmt: skip
         """Bring weights `version`, the safetensors at `path` under `deltas`, to every server, one that dies meanwhile included, and prove
-        that they took. Servers read only what they have not; one that refuses a delta gets the file that `whole()` makes. Those that were
-        `sent` since `hold` are only proven.
-
-        Raises: VimeError, one line naming engine and URL, where a server refuses the weights (it then serves the last good ones), where its
-        logprobs of the canary differ by more than `tol` on average, or where it can't be brought back.
-        """
+        that they took. A server that refuses a delta gets the file that `whole()` makes; after `hold` they were `sent` already. Raises:
+        VimeError where a server refuses the weights (it then serves the last good ones), where its logprobs of the canary differ by more than
+        `tol` on average, or where it can't be brought back."""
         wanted = Weights(version, path, canary, tol, deltas, whole)
         with self.lock:
-            faults = self._run(self._apply_all(wanted._replace(sent=sent)))
+            faults = self._run(self._apply_to(self.serving(), wanted._replace(sent=sent)))
             refused = [e for e in faults if e and not isinstance(e, EngineDown)]
             for i, e in zip(self.serving(), faults):
                 if isinstance(e, EngineDown):  # dead, or alive with half a model: only a restart brings it back
@@ -190,15 +174,17 @@ class Fleet:
                 raise refused[0]
             self._current = wanted
 
-    async def _apply_all(self, w: Weights) -> list[VimeError | None]:
-        return await asyncio.gather(*(self._try(i, w) for i in self.serving()))
+    async def _apply_to(self, servers: list[int], w: Weights) -> list[VimeError | None]:
+        """Update them all; the error of each that has one."""
 
-    async def _try(self, i: int, w: Weights) -> VimeError | None:
-        try:
-            await self._apply(i, w)
-        except VimeError as e:
-            return e
-        return None
+        async def attempt(i: int) -> VimeError | None:
+            try:
+                await self._apply(i, w)
+            except VimeError as e:
+                return e
+            return None
+
+        return await asyncio.gather(*map(attempt, servers))
 
     async def _apply(self, i: int, w: Weights) -> None:
         """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
@@ -220,8 +206,8 @@ class Fleet:
             if w.deltas and w.whole:
                 self.delta_refused += 1
                 return await self._apply(i, w._replace(path=await asyncio.to_thread(w.whole), deltas=()))
-            said = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
-            raise VimeError(f"{at}: {w.path}{said}", "it keeps the weights it had") from e
+            why = e.what.partition(UNTOUCHED)[2].partition("', please check")[0]
+            raise VimeError(f"{at}: {w.path}{why}", "it keeps the weights it had") from e
         if i in self.drafts:
             await c.post(FINISH, {"weight_version": str(w.version)}, timeout=600)
             await c.post(DRAFT_START)
@@ -259,24 +245,31 @@ class Fleet:
 
     def _heal(self, i: int, weights: Weights | None, why: BaseException | str) -> None:
         """Restart server i and give it `weights` (None: those it starts with). Raises VimeError after TRIES failures in a row."""
-        if self.restart is None or i in self.external:
-            raise VimeError(f"engine {i} ({self.urls[i]}) is down: {why}", "it was started elsewhere: start it again")
+        at, restart = f"engine {i} ({self.urls[i]})", self.restart
+        if restart is None or i in self.external:
+            raise VimeError(f"{at} is down: {why}", "it was started elsewhere: start it again")
+
+        def start() -> None:
+            restart(i)
+            self._slow[i] = 0
+            self.changed()
+            if weights:
+                self._run(self._apply(i, weights))
+
+        self._again(at, "engine_restarts", start)
+
+    def _again(self, who: str, count: str, start: Callable[[], None]) -> None:
+        """`start` until it succeeds. Raises: VimeError after TRIES failures."""
         for last in range(1, TRIES + 1):
             if self._closed.is_set():
                 return
+            self.counts[count] += 1
             try:
-                self.counts["engine_restarts"] += 1
-                self.restart(i)
-                self._slow[i] = 0
-                self.changed()
-                if weights:
-                    self._run(self._apply(i, weights))
-                return
+                return start()
             except Exception as e:  # whatever the holder of the server raises
                 if last == TRIES:
-                    said = e if isinstance(e, VimeError) else VimeError(f"{type(e).__name__}: {e}")
-                    at = f"engine {i} ({self.urls[i]}) was not brought back in {TRIES} tries"
-                    raise VimeError(f"{at}: {said.what}", said.fix, said.log) from e
+                    known = e if isinstance(e, VimeError) else VimeError(said(e))
+                    raise VimeError(f"{who} was not brought back in {TRIES} tries: {known.what}", known.fix, known.log) from e
 
     def watch(self) -> None:
         """Start the thread that looks at every server and the router each INTERVAL, and heals what is dead."""
@@ -294,7 +287,7 @@ class Fleet:
                     if self.router and not self.router.alive():
                         self._mend_router()
             except Exception as e:  # a watch that ends in silence would be worse than a run that ends
-                self._error = e if isinstance(e, VimeError) else VimeError(f"watching the servers failed: {type(e).__name__}: {e}")
+                self._error = e if isinstance(e, VimeError) else VimeError(f"watching the servers failed: {said(e)}")
                 return
 
     def _mend(self, i: int) -> None:
@@ -305,21 +298,17 @@ class Fleet:
             return  # a server started elsewhere gets its weights when it is back
         fault: VimeError | None = None
         if state is not None and self._current:  # restarted by someone else, so it serves its first weights
-            fault = self._run(self._try(i, self._current))
+            (fault,) = self._run(self._apply_to([i], self._current))
         if state is None or fault:
             self._heal(i, self._current, fault or "no answer")
 
     def _mend_router(self) -> None:
-        assert self.router
-        for last in range(1, TRIES + 1):
-            try:
-                self.counts["router_restarts"] += 1
-                self.router.restart()
-                self.changed()
-                return
-            except VimeError:
-                if last == TRIES or self._closed.is_set():
-                    raise
+        def start() -> None:
+            assert self.router
+            self.router.restart()
+            self.changed()
+
+        self._again("vllm-router", "router_restarts", start)
 
     def check(self) -> None:
         """Raises the VimeError that ended the watch, if any."""

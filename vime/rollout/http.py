@@ -1,9 +1,7 @@
 """The one client of every endpoint vime uses on a vLLM server (and, for generation, on the router in front of several)."""
 
-from __future__ import annotations
-
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -88,12 +86,11 @@ class EngineClient:
 
     async def _json(self, method: str, path: str, body: Any = None, **kw: Any) -> dict[str, Any]:
         raw = await self._call(method, path, body, **kw)
-        try:
+        got = None
+        with suppress(orjson.JSONDecodeError):
             got = orjson.loads(raw)
-        except orjson.JSONDecodeError as e:
-            raise EngineDown(f"{method} {self.url}{path}: the answer is not JSON: {_message(raw)}") from e
         if not isinstance(got, dict):
-            raise EngineDown(f"{method} {self.url}{path}: the answer is not an object: {_message(raw)}")
+            raise EngineDown(f"{method} {self.url}{path}: the answer is no JSON object: {_message(raw)}")
         return got
 
     async def close(self) -> None:
@@ -105,8 +102,7 @@ class EngineClient:
         self, token_ids: list[int], sampling_params: dict[str, Any], session_id: str | None = None, timeout: float = 600,
         content_parts: list[dict[str, str]] | None = None,
     ) -> list[Choice]:  # fmt: skip
-        """Sample `n` continuations (sampling_params["n"], 1 if unset) of the prompt `token_ids`, with the logprob of each token.
-        `session_id` keeps requests that share a prefix on one server; `content_parts` are the images of the placeholders in `token_ids`."""
+        """Sample sampling_params["n"] (1) continuations of `token_ids`; `content_parts`: its images. `session_id` keeps requests on one server."""
         for name in sampling_params:
             if name not in SAMPLING:
                 raise VimeError(f"unknown sampling parameter {name!r}", nearest(name, SAMPLING))
@@ -119,16 +115,15 @@ class EngineClient:
             if "No available workers" not in e.what:
                 raise
             raise EngineDown(f"{e.what}: {await self._behind()}") from e
-        choices = [self._choice(c) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
-        if content_parts:
-            if not (expanded := got.get("prompt_token_ids")):
-                raise VimeError(f"POST {self.url}{GENERATE}: no prompt_token_ids came back for a prompt with images")
-            choices = [replace(c, prompt_ids=expanded) for c in choices]
+        expanded = got.get("prompt_token_ids") if content_parts else None
+        if content_parts and not expanded:
+            raise VimeError(f"POST {self.url}{GENERATE}: no prompt_token_ids came back for a prompt with images")
+        choices = [self._choice(c, expanded) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
         if len(choices) != sampling_params.get("n", 1):
             raise EngineDown(f"POST {self.url}{GENERATE}: {len(choices)} choices came back for n = {sampling_params.get('n', 1)}")
         return choices
 
-    def _choice(self, c: dict[str, Any]) -> Choice:
+    def _choice(self, c: dict[str, Any], prompt_ids: list[int] | None = None) -> Choice:
         ids = c.get("token_ids") or []
         content = (c.get("logprobs") or {}).get("content") or []
         if len(content) != len(ids) or any(x["token_id"] != t for x, t in zip(content, ids)):
@@ -141,7 +136,7 @@ class EngineClient:
             versions[span["start"] : span["end"]] = [version_of(span["version"])] * (span["end"] - span["start"])
         lps, mask = [float(x["logprob"]) for x in content], c.get("sampling_mask")
         routing = npy_array(c["routed_experts"]) if c.get("routed_experts") else None
-        return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask, routing)
+        return Choice(ids, lps, versions[: len(ids)], c["finish_reason"], c.get("stop_reason"), mask, routing, prompt_ids)
 
     async def _behind(self) -> str:
         """Which servers the router would not use, and why, as it tells itself."""
@@ -165,8 +160,7 @@ class EngineClient:
         await self._call("GET", HEALTH, timeout=timeout)
 
     async def pause(self, mode: str = "keep") -> None:
-        """Freeze the server between two tokens; RESUME must follow. Requests stay and go on then, or with mode "abort" end at once and
-        give back what they have."""
+        """Freeze the server between two tokens until RESUME. Requests stay, or with mode "abort" end at once and give back what they have."""
         await self._call("POST", PAUSE, query={"mode": mode})
 
     async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> None:
@@ -181,7 +175,6 @@ class EngineClient:
         await self._call("POST", WAKE_UP, timeout=600)
 
     async def metrics(self, timeout: float = 10) -> str:
-        """The server's Prometheus page; gauges.read reads it."""
         return (await self._call("GET", METRICS, timeout=timeout)).decode(errors="replace")
 
     async def weight_version(self, timeout: float = 60) -> int:
@@ -197,7 +190,6 @@ class EngineClient:
             raise EngineDown(f"POST {self.url}{RESET_PREFIX_CACHE}: the server could not reset its prefix cache")
 
     async def paths(self) -> set[str]:
-        """The endpoints that this server has."""
         return set((await self._json("GET", "/openapi.json")).get("paths", {}))
 
     async def probe(self, needs: set[str] = NEEDS) -> None:

@@ -119,7 +119,6 @@ def process_batch(pool: Pool, args: hooks.Args, batch: list[Flight]) -> None:
 
 
 def settle(pool: Pool, f: Flight, group: list[Sample]) -> None:
-    """Make `group` the samples that are trained for this flight."""
     try:
         for s in group:
             s.make_plain()

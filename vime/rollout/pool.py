@@ -1,9 +1,6 @@
-"""Which groups are on their way: admission within the staleness bound, over-sampling, interruption, and what a checkpoint must keep.
-
-A group is admitted only where it can still be trained within `train.max_staleness` = s: tokens sampled with weights v are trained by
-step v + s + 1 at the latest (step t starts from weights t - 1). That is earliest-deadline-first scheduling of groups, `batch_size` of
-them a step: `fill` admits as many as fit, `take` never picks a set that would leave too many others for the steps they have left.
-"""
+"""Which groups are on their way. With `train.max_staleness` = s, tokens sampled with weights v are trained by step v + s + 1 at the latest
+(step t starts from weights t - 1). That is earliest-deadline-first scheduling, `batch_size` groups a step: `fill` admits as many as fit,
+`take` never picks a set that would leave too many others for the steps they have left."""
 
 from __future__ import annotations
 
@@ -20,9 +17,8 @@ from vime.data.ledger import Ledger
 from vime.data.plane import Ref
 from vime.data.prompts import Prompts
 from vime.errors import VimeError
-from vime.rollout.actor import Task
 from vime.rollout.plugged import UserPrompts, choose_buffered
-from vime.rollout.worker import GroupReport
+from vime.rollout.worker import GroupReport, Task
 from vime.sample import Sample, SampleMeta
 
 if TYPE_CHECKING:
@@ -52,11 +48,8 @@ def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
 
 
 def too_late(cfg: Config, groups: list[dict[str, Any]], step: int) -> set[int]:
-    """Which of a snapshot's groups `cfg` could not train in time from `step` on: its train.max_staleness or rollout.batch_size may be smaller
-    than the one the checkpoint was written with. They start again from their prompts; of the others as many as possible are kept.
-
-    Raises: VimeError where there are some and data.source cannot give their prompts again.
-    """
+    """Which of a snapshot's groups `cfg` could not train in time from `step` on, as its bound or batch may be smaller than the checkpoint's; as few
+    as possible. They start again from their prompts. Raises: VimeError where there are some and data.source cannot give their prompts again."""
     r, bound = cfg.rollout, cfg.train.max_staleness
     goes_on = r.mask_offpolicy_prefix or r.function or (bound > 0 and (r.partial_rollout or cfg.train.mode == "async"))
     late, fit = set(), 0
@@ -137,7 +130,6 @@ class Pool:
         self.fill()
 
     def note(self, flight: Flight, report: GroupReport, data: Any) -> None:
-        """File a group that came back from its worker."""
         for name in ("retries", "fenced", "continued"):
             self.counts[name] += getattr(report, name)
         if data is not None:
@@ -174,8 +166,7 @@ class Pool:
         self.waiting.sort(key=lambda f: (f.oldest, f.group_index))
 
     def take(self) -> list[Flight]:
-        """The next step's batch, oldest first; waits until there is one that leaves the others their time. Raises: VimeError where the
-        filters drop DRAWS batches' worth of groups meanwhile, or as `Cluster.check`."""
+        """The next step's batch, once there is one that leaves the others their time. Raises: VimeError where filters drop too much, or as check()."""
         if self.waiting and self.cfg.rollout.buffer_filter:
             assert self.args
             choose_buffered(self, self.args)
@@ -204,7 +195,6 @@ class Pool:
         self.close(chosen)
 
     def close(self, chosen: list[Flight]) -> None:
-        """These are the step's batch."""
         for f in self.spares:
             if f not in chosen:
                 self.counts[f"dropped_{f.reason}"] += 1
@@ -292,8 +282,7 @@ class Pool:
         return {"rollout/retries": 0.0, "rollout/fenced": 0.0} | out
 
     def snapshot(self) -> tuple[dict[str, Any], list[Any]]:
-        """What a checkpoint must keep: JSON-able state (position in the prompts included), and references to the samples of every group
-        that is drawn and not trained. A running group is kept as it was submitted: after a resume it runs again from there."""
+        """What a checkpoint must keep: JSON-able state, and references to every group drawn and not trained; a running one as it was submitted."""
         flights = [(f, f.oldest, True, f.data) for f in self.ready] + [(f, f.oldest, False, f.group) for f in self.waiting]
         for f in self.running.values():  # its samples are here only where it was new when it was submitted
             flights.append((f, self.flight(f.group).oldest if isinstance(f.group, list) else UNBOUND if f.group == f.origin else f.oldest, False, f.group))

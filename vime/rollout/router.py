@@ -1,7 +1,5 @@
 """vllm-router as a subprocess: one address in front of all servers, with session affinity."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -25,7 +23,6 @@ class Router(Served):
         self.cfg, self.engine_urls = cfg, list(engine_urls)
 
     def alive(self) -> bool:
-        """Whether the process runs and answers."""
         return super().alive() and answers(self.url + self.health)
 
     def add(self, url: str) -> None:

@@ -1,10 +1,10 @@
 """The rollout worker: takes a group of samples, generates, scores, and gives back the finished samples with their metadata."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect
+import itertools
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 
 from vime import hooks, rewards
 from vime.config import Config
-from vime.data.plane import Ref
+from vime.data.payload import fields_of, samples_of
+from vime.data.plane import Lost, Ref, Spec, StoreFull, open_store
+from vime.data.prompts import Prompts
+from vime.data.records import read_groups
 from vime.errors import VimeError, said
 from vime.rollout import filters
 from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
@@ -21,13 +24,14 @@ from vime.rollout.http import EngineClient, EngineDown
 from vime.sample import Sample, SampleMeta, Status, meta_of
 
 T = TypeVar("T")
+Task = int | Ref | list[Sample]  # a prompt by its number, a group in the data plane, or samples that a plug-in of the controller made
 BACKOFF = (0.1, 2.0)  # seconds before the first redo, and at most; doubled each time
+FULL = 0.5  # seconds until a full store is tried again
 
 
 @dataclass
 class GroupReport:
-    """What the controller learns of a group. `dropped` says why it is not to be trained on, `interrupted` that it is to be run again from
-    the samples that came back with it; `metas` is empty in both cases."""
+    """What the controller learns of a group; `metas` is empty where it is dropped, or interrupted: to be run again from the samples."""
 
     group_index: int
     metas: list[SampleMeta] = field(default_factory=list)
@@ -64,8 +68,7 @@ class RolloutWorker:
         self.slots.resize(self._share(engines))
 
     async def interrupt(self, wave: int) -> None:
-        """End the groups that were submitted with this `wave` as soon as they can be: those in the servers once these abort their requests,
-        those that are being scored within rollout.abort_timeout seconds."""
+        """End the groups submitted with this `wave`: those in the servers once these abort, those being scored within rollout.abort_timeout."""
         self._stop(wave).set()
         self._stops = {w: e for w, e in self._stops.items() if w >= wave}
 
@@ -73,13 +76,9 @@ class RolloutWorker:
         return self._stops.setdefault(wave, asyncio.Event())
 
     async def run_group(self, samples: list[Sample], version: int, wave: int = 0, evaluation: str = "") -> tuple[GroupReport, list[Sample]]:
-        """Generate and score one group with weights `version` or newer, for the eval dataset of that name if one is given; the given samples
-        stay as they are.
-
-        Tokens that the samples hold already are kept (rollout.mask_offpolicy_prefix: but not trained), scored samples are not scored again.
-        A server that fails, and tokens that older weights sampled, cost a redo of the whole group from what it held before.
-        Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward (reward.on_error).
-        """
+        """Generate and score one group with weights `version` or newer, for an eval dataset if named; the given samples stay as they are. Tokens
+        that they hold are kept (rollout.mask_offpolicy_prefix: not trained). A failing server, and tokens of older weights, cost a redo of the
+        group. Raises: VimeError after rollout.request_timeout, at once for a 4xx, and for a failing reward (reward.on_error)."""
         report, stop = GroupReport(samples[0].group_index), self._stop(wave)
         held = copy.deepcopy(samples)
         if self.cfg.algo.advantage_estimator == "remax" and not evaluation and not any(s.greedy for s in held):
@@ -112,7 +111,6 @@ class RolloutWorker:
                 await asyncio.wait({task})
 
     async def _finish(self, done: list[Sample], report: GroupReport, stop: asyncio.Event, keep: Callable[..., Any] | None) -> None:
-        """Score a generated group and pass it through the dynamic filter."""
         try:
             if await self._or_stop(self._score_all(done), stop) is None:
                 report.interrupted = True
@@ -157,8 +155,8 @@ class RolloutWorker:
         return samples
 
     async def _generate(self, samples: list[Sample], params: list[dict[str, Any]], evaluation: str) -> list[Sample]:
-        """The group's continuation, in order; `samples` stay as they are. `params` are those of ordinary samples and of greedy ones. A plug-in
-        may make several samples of one: where one of these is not finished, the rollout starts again from the sample it was given."""
+        """The group's continuation, in order, with `params` of ordinary samples and of greedy ones. A plug-in may make several samples of
+        one: where one of these is not finished, the rollout starts again from the sample it was given."""
         work = copy.deepcopy(samples)
         custom = {i: s.generate_function_path or self.cfg.rollout.custom_generate for i, s in enumerate(work) if not finished(s)}
         plain = [[work[i] for i, path in custom.items() if not path and work[i].greedy is greedy] for greedy in (False, True)]
@@ -197,7 +195,6 @@ class RolloutWorker:
             raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {said(e)}") from e
 
     async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
-        """What rollout.sample_hook makes of the sample."""
         for fn, path in zip(self.hooks, self.cfg.rollout.sample_hook):
             try:
                 got = fn(self.args, sample, **hooks.accepted(fn, rollout_id=version, evaluation=bool(evaluation)))
@@ -244,6 +241,77 @@ class RolloutWorker:
 
     async def close(self) -> None:
         await self.client.close()
+
+
+class Actor(RolloutWorker):
+    """The worker as a process of its own: prompts come as numbers, samples leave as bytes in the data plane, and only metadata returns."""
+
+    def __init__(self, cfg: Config, router_url: str, index: int, spec: Spec):
+        super().__init__(cfg, router_url, index)
+        self.sources: dict[str, Prompts] = {}
+        self.prepared = asyncio.Event()
+        self.attempt = itertools.count()
+        self.label = f"{index}.{os.getpid()}"  # a worker that Ray has restarted counts anew
+        self.store = open_store(spec, f"worker-{index}")
+
+    async def prepare(self, sources: dict[str, Prompts]) -> None:
+        """The prompts to train on under "", those of each eval dataset under its name. Once after each start: groups wait for it."""
+        self.sources = sources
+        self.prepared.set()
+
+    async def serve(self, number: int, task: Task, version: int, wave: int = 0, evaluation: str = "") -> GroupReport:
+        """`run_group` of a task, group `number` of the run. The report's `ref` says where the samples are, if they are wanted. A group that the
+        data plane has lost starts again from its prompt."""
+        await self.prepared.wait()
+        try:
+            group = await asyncio.to_thread(self.drawn, task, evaluation)
+        except Lost:
+            if self.cfg.data.source:
+                raise
+            group = await asyncio.to_thread(self.drawn, number, evaluation)
+        report, done = await self.run_group(group, version, wave, evaluation)
+        r = self.cfg.rollout
+        kept = (r.partial_rollout or r.mask_offpolicy_prefix) and any(s.response_length for s in done)
+        wanted = bool(self.cfg.log.eval_hook) if evaluation else not report.interrupted or kept
+        if wanted and (not report.dropped or report.spare):
+            report.ref = await self.put(report.group_index, done)
+        return report
+
+    def drawn(self, task: Task, evaluation: str) -> list[Sample]:
+        """The samples of a task. Raises: Lost where the data plane has them no more."""
+        if isinstance(task, Ref):
+            return samples_of(self.store.get([task])[0])
+        if isinstance(task, list):
+            return task
+        source = self.sources[evaluation]
+        if not evaluation:
+            return source.again(task)
+        (d,) = (d for d in self.cfg.eval.datasets if d.name == evaluation)
+        group = source.row(task, d.n_samples_per_prompt or 1)
+        for s in group:
+            s.custom_rm_path, s.generate_function_path, s.session_id = d.reward, d.custom_generate, f"{d.name}-{s.group_index}"
+        return group
+
+    async def put(self, group_index: int, group: list[Sample]) -> Ref:
+        """Bytes first, then the reference: what a report names can be read. A full store is waited for."""
+        end = time.monotonic() + self.cfg.rollout.request_timeout
+        while True:
+            key = f"{self.cfg.name}/g{group_index}/{self.label}-{next(self.attempt)}"
+            try:
+                return (await asyncio.to_thread(self.store.put, {key: fields_of(group)}))[0]
+            except StoreFull:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(FULL)
+
+    async def load_groups(self, path: str, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref | None]]:
+        """What save_groups wrote: (metadata, reference) of each; no metadata of unfinished groups, no reference to lost ones."""
+        metas, *groups = await asyncio.to_thread(read_groups, path, ready, self.cfg.reward.key)
+        return [(m, await self.put(g[0].group_index, g) if g else None) for m, g in zip(metas, groups, strict=True)]
+
+    async def close(self) -> None:
+        self.store.close()
+        await super().close()
 
 
 class RewardError(VimeError):

@@ -1,7 +1,4 @@
-"""LoRA (Hu et al. 2021) by peft: adapters beside the linear layers of a model that stays as it is. Each rank holds them whole, in float32:
-FSDP, which cuts what they stand beside, does not know of them."""
-
-from __future__ import annotations
+"""LoRA (Hu et al. 2021) by peft: adapters beside a frozen model's linear layers, whole on each rank in float32, unknown to FSDP."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

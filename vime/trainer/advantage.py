@@ -1,7 +1,5 @@
 """Advantages: pure functions over rewards and ids (one number a sample), and over the tokens of one sample (returns, GAE, whitening)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,11 +15,9 @@ Ids = Sequence[int]
 
 
 class Groups:
-    """Rewards by group, where samples that share a rollout id (one agent run that yielded several samples) count once. `r` and `g` are the
-    reward and the group's number of each rollout, `of` the rollout's number of each sample, `alike` the groups of equal rewards.
-
-    Raises: ValueError for unequal lengths, a reward that is not finite, or a rollout whose samples disagree on group or reward.
-    """
+    """Rewards by group, where samples of one rollout id (an agent run that yielded several) count once. `r` and `g`: reward and group's
+    number of each rollout, `of`: each sample's rollout, `alike`: groups of equal rewards. Raises: ValueError for unequal lengths, a reward
+    that is not finite, or a rollout whose samples disagree on group or reward."""
 
     def __init__(self, rewards: Numbers, groups: Ids, rollouts: Ids):
         if not len(rewards) == len(groups) == len(rollouts):
@@ -43,7 +39,6 @@ class Groups:
         self.alike = low == high  # a group of one, too
 
     def mean(self, x: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """Weighted mean of each group."""
         w = np.ones(len(x)) if weights is None else weights
         return np.bincount(self.g, w * x, len(self.n)) / np.bincount(self.g, w, len(self.n))
 
@@ -54,14 +49,8 @@ class Groups:
 
 
 def grpo(rewards: Numbers, groups: Ids, rollouts: Ids, normalize_std: bool = True) -> np.ndarray:
-    """Group-relative advantage of every sample: (reward - group mean) / (group std + 1e-6), std with ddof 1 (Shao et al. 2024).
-
-    Args:
-        rewards, groups, rollouts: reward, group id and rollout id per sample, equal lengths; see Groups, also for what it raises.
-        normalize_std: False leaves the difference to the mean undivided (Dr.GRPO, Liu et al. 2025).
-
-    Returns: float64 array, one advantage per sample, in the order given.
-    """
+    """(reward - group mean) / (group std + 1e-6) of every sample, float64, std with ddof 1 (Shao et al. 2024), from reward, group id and
+    rollout id per sample; without normalize_std not divided (Dr.GRPO, Liu et al. 2025). Raises: as Groups."""
     x = Groups(rewards, groups, rollouts)
     mean = x.mean(x.r)
     if not normalize_std:
@@ -76,8 +65,7 @@ def rloo(rewards: Numbers, groups: Ids, rollouts: Ids) -> np.ndarray:
 
 
 def opo(rewards: Numbers, groups: Ids, rollouts: Ids, lengths: Numbers) -> np.ndarray:
-    """Optimal baseline (Hao et al. 2025): reward - the group's mean weighted by length. `lengths`: tokens per sample, above 0; those of one
-    rollout add up. Other arguments and result as grpo's."""
+    """Optimal baseline (Hao et al. 2025): reward - the group's mean weighted by the rollouts' `lengths` in tokens, above 0. Otherwise as grpo."""
     x = Groups(rewards, groups, rollouts)
     return x.minus(x.mean(x.r, np.bincount(x.of, np.asarray(lengths, dtype=np.float64), len(x.r))))
 
@@ -89,11 +77,8 @@ def overlong_penalty(lengths: Numbers, limit: int, buffer: int, factor: float) -
 
 
 def estimate(metas: Sequence[SampleMeta], cfg: Config) -> tuple[list[SampleMeta], list[float]]:
-    """The step's samples without greedy ones, cut-off ones removed where algo.overlong_filter says so, and one number for each by
-    algo.advantage_estimator: the same at each of its tokens, unless algo.per_token (see vime.trainer.returns).
-
-    Raises: VimeError where remax has no greedy sample for a group.
-    """
+    """The step's samples without greedy ones, cut-off ones removed with algo.overlong_filter, and a number for each by algo.advantage_estimator:
+    the same at each of its tokens, unless algo.per_token (returns.py). Raises: VimeError where remax has no greedy sample for a group."""
     algo, scores = cfg.algo, np.array([m.reward for m in metas])
     if buffer := cfg.reward.overlong_buffer_len:
         longest: dict[int, int] = {}
@@ -132,19 +117,15 @@ def returns(rewards: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Generalized advantage estimation (Schulman et al. 2016) over the tokens of one sample, (T,) each; the value after the last is 0.
-
-    Given trained tokens only it steps over those between them (verl); given all tokens it is slime's. Returns: advantages and returns,
-    (T,) float64, not whitened.
-    """
+    """Generalized advantage estimation (Schulman et al. 2016) of one sample, (T,) each; the value after the last is 0. Given trained tokens
+    only it steps over those between them (verl); given all it is slime's. Returns: advantages and returns, (T,) float64, not whitened."""
     v = np.asarray(values, dtype=np.float64)
     advantages = returns(rewards + gamma * np.append(v[1:], 0.0)[: len(v)] - v, gamma * lam)
     return advantages, advantages + v
 
 
 def whiten(x: np.ndarray, count: float, total: float, squares: float) -> np.ndarray:
-    """(x - mean) / sqrt(variance + 1e-8), variance with ddof 1 where there are two or more, given the count of all numbers that x belongs
-    to, their sum and their sum of squares, in float64."""
+    """(x - mean) / sqrt(variance + 1e-8), ddof 1, float64, given count, sum and sum of squares of all numbers that x belongs to."""
     mean = total / max(count, 1.0)
     variance = max(squares - count * mean * mean, 0.0) / max(count - 1, 1.0)
     return (x - mean) / np.sqrt(variance + 1e-8)

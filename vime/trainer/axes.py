@@ -1,7 +1,5 @@
 """Which layouts a model allows: told from its config.json, before anything starts. `vime plan` and the preflight ask here."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
@@ -121,7 +119,6 @@ def _divisors(n: int) -> list[int]:
 
 
 def valid(ranks: int, m: Shape) -> Iterator[ParallelConfig]:
-    """Every layout on that many ranks that fits, without interleaving."""
     for tp, pp, cp in product(_divisors(ranks), repeat=3):
         if ranks % (tp * pp * cp) == 0:
             for ep in _divisors(ranks // pp) if m.experts else [1]:

@@ -1,7 +1,5 @@
 """Who trains what, with which weight: one rollout batch split into optimizer steps, ranks and micro-batches. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,8 +21,7 @@ class Item:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank trains: optimizer steps -> micro-batches -> items. Every rank has the same number of micro-batches per
-    step (some may be empty), because all of them take part in each forward and backward."""
+    """What one rank trains: optimizer steps -> micro-batches (of which all ranks have as many, some empty) -> items."""
 
     steps: list[list[list[Item]]]
     skipped: int  # samples of the whole batch, over all ranks, that no rank forwards: removed, or without a gradient
@@ -33,7 +30,6 @@ class RankPlan:
 
     @property
     def minibatches(self) -> list[list[Item]]:
-        """This rank's items per optimizer step."""
         return [[i for micro in step for i in micro] for step in self.steps]
 
 
@@ -43,15 +39,9 @@ def denominator(trained: Sequence[int], rollouts: Sequence[int], aggregate: str)
 
 
 def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: str, horizon: int, over: float | None = None) -> np.ndarray:
-    """Weight of each trained token of each sample, such that loss = sum over trained tokens of weight * token loss.
-
-    Args:
-        trained: trained tokens per sample; 0 counts in the number of rollouts but carries nothing.
-        rollouts: rollout id per sample; samples of one rollout share one denominator.
-        aggregate: sample-mean | token-mean | seq-mean-token-sum | seq-mean-token-sum-norm.
-        horizon: the constant denominator of seq-mean-token-sum-norm (which does not divide by the number of samples).
-        over: in place of the `denominator` of these samples.
-    """
+    """Weight of each trained token of each sample, such that loss = sum of weight * token loss. `trained`: tokens per sample, 0 counts as a
+    rollout but carries nothing; samples of one of `rollouts` share one denominator; `horizon`: that of seq-mean-token-sum-norm; `over`: in
+    place of these samples' `denominator`."""
     n, scale = np.asarray(trained, dtype=np.float64), denominator(trained, rollouts, aggregate) if over is None else over
     if aggregate == "sample-mean":
         ids, inverse = np.unique(np.asarray(rollouts), return_inverse=True)
@@ -62,14 +52,9 @@ def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: st
 def plan(
     metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0, part: bool = False
 ) -> list[RankPlan]:  # fmt: skip
-    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches, of like cost.
-
-    `width`: the model's hidden size, from which the share of attention follows; 0: cost is tokens. `part`: more samples of the optimizer
-    step follow, so weights are not divided by their `denominator` yet (train.stream).
-
-    Loss weights are set here, once for all ranks, so their sum depends on nothing below. Samples of a group stay together
-    where they can, since they share their prompt's computation. Returns: one RankPlan per rank.
-    """
+    """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches of like cost; one RankPlan
+    per rank. Loss weights are set here, so their sum depends on nothing below. `width`: the model's hidden size, for the share of attention;
+    0: cost is tokens. `part`: more samples of the step follow, so weights are not divided by their `denominator` yet (train.stream)."""
     rollouts = list(dict.fromkeys(m.rollout_id for m in metas))
     size = cfg.train.global_batch_size or max(len(rollouts), 1)
     own = cfg.algo.custom_tis or cfg.algo.custom_advantage or cfg.loss.custom or cfg.loss.custom_reducer
@@ -124,8 +109,7 @@ def _units(row: Unit, pairs: bool) -> list[Unit]:
 
 
 def _work(row: Unit, width: int) -> np.ndarray:
-    """Work of each sample when the row is packed in order, in tokens. A token costs 24 width^2 FLOPs in a layer's products, and a pair of
-    tokens in its attention 4 width: a sixth of a token by width."""
+    """Tokens of work of each sample. A token costs 24 width^2 FLOPs in a layer's products, a pair of them 4 width in attention."""
     new = np.array(_costs(row), dtype=np.float64)
     if not width:
         return new

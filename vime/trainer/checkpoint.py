@@ -1,9 +1,5 @@
-"""Checkpoints: <run>/checkpoints/step_000010/{hf/, trainer/, state.json}; a folder is there whole or not at all.
-
-hf/ loads with from_pretrained, trainer/ holds float32 weights and optimizer in shards that any number of ranks can read (state.py).
-"""
-
-from __future__ import annotations
+"""Checkpoints: <run>/checkpoints/step_000010/{hf/, trainer/, state.json}; a folder is there whole or not at all. trainer/ holds float32
+weights and optimizer in shards that any number of ranks can read (state.py)."""
 
 import json
 import os
@@ -19,8 +15,7 @@ PARTIAL, FULL = ".tmp", "is the disk full? earlier checkpoints are intact"
 
 
 def write(folder: Path, step: int, state: dict[str, Any], save: Callable[[Path], None], keep: int) -> Path:
-    """Make checkpoint `step` in `folder`: `save(tmp)` fills it, a rename makes it visible. Then all but the newest `keep` are removed.
-    Raises: VimeError where it cannot be written; earlier checkpoints stay as they were."""
+    """Make checkpoint `step`: `save(tmp)` fills it, then all but the newest `keep` are removed. Raises: VimeError where it cannot be written."""
     tmp = begin(folder, step, state)
     with whole(tmp):
         save(tmp)
@@ -62,7 +57,6 @@ def whole(tmp: Path) -> Iterator[None]:
 
 
 def sync(folder: Path, deep: bool = True) -> None:
-    """fsync a folder and, if deep, everything in it."""
     for path in [*(folder.rglob("*") if deep else ()), folder]:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -111,10 +105,8 @@ def refuse_other_model(ckpt: Path, model: str) -> None:
 
 
 def export(run: Path, step: int | None, out: Path) -> Path:
-    """Copy the Hugging Face folder of the run's checkpoint of `step`, None: the newest, to `out`; whole or not at all. Returns `out`.
-
-    Raises: VimeError where there is no such checkpoint, and where `out` holds something already.
-    """
+    """Copy the Hugging Face folder of the run's checkpoint of `step`, None: the newest, to `out`; whole or not at all. Raises: VimeError
+    where there is none, and where `out` holds something already."""
     found = complete(run / "checkpoints")
     steps = [int(p.name.removeprefix("step_")) for p in found]
     if not found or (step is not None and step not in steps):

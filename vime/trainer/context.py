@@ -1,12 +1,6 @@
-"""One micro-batch on several ranks. Context parallelism cuts its packed row into equal pieces; the loss is dealt out by whole samples.
-
-The ranks of a replica (cp x tp) forward the same micro-batch. In attention the cp ranks trade sequence for heads (Ulysses, Jacobs et al.
-2023, arXiv:2309.14509) and see the whole row, as packing.py lays it out, for their heads; where there are too few heads, a larger piece of
-it, and ring.py goes on from there. Behind the last layer each rank gets the hidden states of the samples whose loss it computes, wherever
-they lie, so that a loss may look at whole samples in every layout.
-"""
-
-from __future__ import annotations
+"""One micro-batch on several ranks: the ranks of a replica (cp x tp) forward the same one, each cp rank a piece of its row. In attention they
+trade sequence for heads (Ulysses, Jacobs et al. 2023, arXiv:2309.14509) and see the whole row for their heads; with too few heads a larger
+piece, and ring.py goes on. Behind the last layer each gets the hidden states of the whole samples whose loss it computes, wherever they lie."""
 
 import math
 from collections.abc import Sequence
@@ -26,9 +20,8 @@ from vime.trainer.packing import Pack
 
 
 def lay_out(packs: Sequence[Pack], layout: Layout, pairs: bool = False) -> list[Pack]:
-    """This rank's view of an optimizer step's micro-batches, on its device: padded to what cp and pp need, its piece of ids, positions
-    and routing, and of the loss's arrays those of its own samples (of none, on stages before the last). `pairs`: a group's
-    samples go to one rank."""
+    """This rank's view of an optimizer step's micro-batches, on its device: padded to what cp and pp need, its piece of the row, and of the loss's
+    arrays those of its own samples (of none, on stages before the last). `pairs`: a group's samples go to one rank."""
     cp = layout.p.cp
     lengths = [-(-b.ids.shape[1] // cp) * cp for b in packs]
     if layout.p.pp > 1:  # the pipeline's buffers have one size

@@ -1,7 +1,5 @@
 """The critic of PPO: the model's layers with one number a token in place of the vocabulary, on the same ranks, with an optimizer of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -18,10 +16,8 @@ SUMS = ("value_loss", "value_clipfrac", "value", "return", "squares", "error", "
 
 
 class Critic:
-    """Values are of the state before a token: of the position that predicts it, as logprobs are. Methods are collectives of all ranks.
-
-    Raises: VimeError where the folder does not load, or transformers has no token classifier of the architecture.
-    """
+    """Values are of the position that predicts a token, as logprobs are. Methods are collectives of all ranks. Raises: VimeError where the
+    folder does not load, or transformers has no token classifier of the architecture."""
 
     def __init__(self, cfg: Config, path: str | Path, layout: Layout):
         self.clip, train = cfg.algo.value_clip, cfg.train
@@ -59,8 +55,7 @@ class Critic:
 
 
 def summary(sums: torch.Tensor, norms: list[float]) -> dict[str, float]:
-    """Metrics from SUMS over all ranks and `len(norms)` optimizer steps. `explained_variance`: of the returns, by the values before the
-    update: 1 knows them, 0 is no better than their mean."""
+    """Metrics from SUMS over all ranks and `len(norms)` steps. `explained_variance`: 1 knows the returns, 0 is no better than their mean."""
     row = dict(zip(SUMS, sums.tolist()))
     out = {"train/value_loss": row["value_loss"] / len(norms), "train/critic_grad_norm": sum(norms) / len(norms)}
     if w := row["weight"]:

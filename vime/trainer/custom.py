@@ -1,10 +1,5 @@
-"""Functions of the user's own on the loss side: the packed tokens spread out into slime's lists of samples, and back.
-
-Lists have one tensor per sample, on the trainer's device, as long as its response; tokens that aren't trained have loss_mask 0 and
-logprob 0. Errors of these functions become a VimeError that names them.
-"""
-
-from __future__ import annotations
+"""The user's functions on the loss side: packed tokens spread out into slime's lists, one tensor per sample on the trainer's device, as long
+as its response (loss_mask and logprob 0 where not trained), and back. Their errors become a VimeError that names them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +39,6 @@ def gather(x: Tensor | Sequence[Tensor], masks: Sequence[Tensor], key: str) -> T
 
 
 def lists(samples: list[Sample], device: torch.device) -> dict[str, Any]:
-    """What every function gets to know of its samples."""
     return {
         "total_lengths": [len(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
@@ -90,11 +84,9 @@ def advantages(fn: Fn, args: Args, batches: list[Pack], rewards: dict[int, float
 
 
 def loss(fn: Fn, args: Args, batch: Pack, hidden: Tensor, weight: Tensor, scale: float) -> tuple[Tensor, dict[str, float]]:
-    """loss.custom on a micro-batch: its loss divided by the step's samples, and its metrics.
-
-    hidden: (sum of total lengths less one each, D), of all positions; weight: (V, D). The function gets float32 logits (1, T, V), the
-    samples one after another in total length, before temperature; those of a sample's last token, which predict nothing, are 0.
-    """
+    """loss.custom on a micro-batch: its loss divided by the step's samples, and its metrics. hidden: (sum of total lengths less one each, D);
+    weight: (V, D). The function gets float32 logits (1, T, V) before temperature, samples one after another in total length; those of a
+    sample's last token, which predict nothing, are 0."""
     if not batch.samples:  # a rank without samples still joins the backward
         return hidden.sum() * 0 + weight.sum() * 0, {}
     data = lists(batch.samples, hidden.device)

@@ -1,7 +1,5 @@
 """One trainer rank: load, optimizer steps, publish, save. Every rank runs this same program (SPMD over torch.distributed)."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time
@@ -41,8 +39,7 @@ from vime.weights.publish import Publisher, canary_tokens
 
 
 def learning_rate(step: int, cfg: TrainConfig) -> float:
-    """The rate of rollout step `step` (the first is 1): linear warm-up, then constant, or from `lr_decay_start` of the run
-    down to `min_lr` at the last step, linear or as half a cosine."""
+    """The rate of rollout step `step` (from 1): linear warm-up, constant until `lr_decay_start`, then down to `min_lr`, linear or half a cosine."""
     warm = min(1.0, step / cfg.lr_warmup_iters) if cfg.lr_warmup_iters else 1.0
     start = max(cfg.lr_decay_start * cfg.steps, cfg.lr_warmup_iters)
     if cfg.lr_decay_style == "constant" or step <= start:
@@ -82,11 +79,8 @@ class Begun:
 
 
 class Trainer:
-    """Rank `rank` of `world`. Methods are collectives: call each on every rank, in the same order.
-
-    Raises (any method): VimeError for what a person can act on. Faults in a rank's input fail all ranks at once; where a rank
-    dies its peers lose the connection; where it fails by itself or hangs they wait until the controller ends them, or time out.
-    """
+    """Rank `rank` of `world`. Methods are collectives, in the same order on every rank. Raises (any): VimeError for what a person can act on.
+    Faults in a rank's input fail all ranks at once; where a rank dies, fails by itself or hangs, its peers wait until the controller ends them."""
 
     def __init__(self, cfg: Config, rank: int, world: int, master_addr: str, master_port: int):
         self.cfg, self.rank, self.world = cfg, rank, world
@@ -143,8 +137,7 @@ class Trainer:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
 
     def train(self, step: int, plan: RankPlan, *groups: list[Sample]) -> dict[str, float]:
-        """The optimizer steps of rollout step `step` (the first is 1) on this rank's part of the batch: of the samples in `groups`
-        those of the plan. Returns: metrics, the same on every rank; of a part of an optimizer step that more parts follow, none."""
+        """The optimizer steps of rollout step `step` (from 1) on this rank's plan. Returns: metrics, the same on every rank; of a part, none."""
         start = time.monotonic()
         samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
@@ -327,8 +320,7 @@ class Trainer:
         return out
 
     def loss_job(self, batch: Pack, total: torch.Tensor, worst: torch.Tensor, scale: float) -> Job:
-        """The loss of one micro-batch; it adds its sums to `total`, and its largest logprob difference to `worst`. `scale`:
-        RankPlan.scales of its step."""
+        """The loss of one micro-batch; adds its sums to `total`, its largest logprob difference to `worst`. `scale`: RankPlan.scales of its step."""
         cfg, algo, own = self.cfg, self.cfg.algo, self.custom
         high = algo.eps_clip if algo.eps_clip_high is None else algo.eps_clip_high
         lengths = [sum(s.loss_mask) for s in batch.samples]  # for what sees samples, not tokens: then loss_of gets all of them at once
@@ -419,7 +411,6 @@ class Trainer:
         return self.layout.gradient_norm(model)
 
     def update(self, norm: float, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradient, of this norm, and step the optimizer."""
         if norm > self.cfg.train.clip_grad:
             for p in model.parameters():
                 if p.grad is not None:  # frozen ones have none
@@ -452,8 +443,8 @@ class Trainer:
         return self.publisher.whole(version)
 
     def save(self, folder: str, keep: int | None = None) -> None:
-        """Write this rank's part of a checkpoint into an existing folder (see checkpoint.write). With `keep` only copy it, and write it in
-        the background, where rank 0 then commits the checkpoint; what fails there is raised by `train` or `flush`."""
+        """Write this rank's part of a checkpoint into an existing folder. With `keep` only copy it, and write and commit it in the background; what
+        fails there is raised by `train` or `flush`."""
         self.flush()
         share = state.share(self.parts, getattr(torch, self.cfg.train.dtype), copied=keep is not None)
         if keep is None:

@@ -1,7 +1,5 @@
 """What is wrong with a rank's numbers, or with the rank: a step's NaN and inf, an error in its own part of the work."""
 
-from __future__ import annotations
-
 import math
 import re
 import traceback
@@ -23,10 +21,8 @@ def named(batches: Sequence[Pack], k: int) -> str:
 
 
 def not_finite(model: torch.nn.Module, batches: Sequence[Pack], losses: torch.Tensor, norm: float) -> str:
-    """Where the first NaN or inf of an optimizer step is, over all ranks, which get the same answer; empty where there is none.
-
-    `batches` and `losses` (N,) are of this rank's micro-batches, `norm` the gradient's, which is known to be the same on every rank. A collective.
-    """
+    """Where the first NaN or inf of an optimizer step is, over all ranks, which get the same answer; empty where there is none. `batches` and
+    `losses` (N,) are this rank's, `norm` (the gradient's) is every rank's. A collective."""
     bad = (~torch.isfinite(losses)).any().float() if math.isfinite(norm) else torch.ones((), device=losses.device)
     dist.all_reduce(bad, dist.ReduceOp.MAX)
     if not bad.item():
@@ -51,9 +47,8 @@ def depth(name: str) -> float:
 
 @contextmanager
 def alone(what: str) -> Iterator[None]:
-    """In the block a rank works by itself between collectives of its model. Where it fails there its peers wait for it in vain, until the
-    controller, which sees this error at once, ends them. Raises: VimeError with `what`, the cause and the end of the traceback; a lost
-    connection stays what it is, since it is not the cause."""
+    """In the block a rank works by itself between collectives; where it fails its peers wait until the controller ends them. Raises: VimeError with
+    `what`, the cause and the traceback's end; a lost connection stays what it is."""
     try:
         yield
     except VimeError as e:

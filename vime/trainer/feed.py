@@ -1,7 +1,5 @@
 """How a step's samples reach a trainer rank: one rank of a host pulls them for all ranks there that train the same ones."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 
@@ -19,9 +17,8 @@ LOCAL = ("shm", "ray")  # every rank reads its host's memory: there is nothing t
 
 
 class Feed:
-    """Ranks of one data-parallel group (pp x cp x tp) train the same samples. Those on one host pull once: the first of them reads, the
-    others get its bytes over the process group. Of recorded experts, a rank of a pipeline reads those of its own stages only. A
-    collective, and so are its methods."""
+    """Ranks of one data-parallel group (pp x cp x tp) train the same samples: on each host the first reads, the others get its bytes. Of recorded
+    experts a rank reads its own stages' only. A collective, and so are its methods."""
 
     def __init__(self, spec: Spec, trainer: Trainer):
         self.at, rank = trainer.layout, trainer.rank
@@ -64,11 +61,8 @@ class Feed:
 
     def shared(self, groups: list[Fields], n: int) -> list[Fields]:
         """The first rank's groups on all ranks of the host that share them."""
-        sizes = torch.zeros(n, dtype=torch.int64)
         heads = [layout(g) for g in groups]
-        if groups:
-            sizes = torch.tensor([size for _, size in heads])
-        sizes = self._sent(sizes)
+        sizes = self._sent(torch.tensor([size for _, size in heads] if groups else [0] * n, dtype=torch.int64))
         whole = np.empty(int(sizes.sum()), np.uint8)
         parts = np.split(whole, np.cumsum(sizes.numpy())[:-1])
         for (head, _), fields, part in zip(heads, groups, parts):

@@ -1,7 +1,5 @@
 """Where a rank stands on the five axes, and how a model is cut along them: docs/parallel.md says what each axis does."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
+from transformers.distributed import tensor_parallel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
-from transformers.distributed.tensor_parallel import (
-    apply_expert_parallelism,
-    apply_tensor_parallelism,
-    replace_layer_number_by_wildcard,
-    resolve_parallel_plans,
-)
 from transformers.distributed.utils import TransformersDeviceMesh
 
 from vime.config import ParallelConfig
@@ -45,7 +38,6 @@ class Layout:
         self.first, self.last = self.pp == 0, self.pp == p.pp - 1
 
     def layers(self, stage: int, total: int) -> range:
-        """Decoder layers of a stage of the pipeline."""
         return range(stage * total // self.count, (stage + 1) * total // self.count)
 
     def meet(self, heads: int) -> None:
@@ -80,7 +72,7 @@ class Layout:
             if not self.last:
                 base.norm, model.lm_head = PipelineIdentityLayer(), PipelineIdentityLayer()
                 model.all_tied_weights_keys = {}
-        plan, experts = resolve_parallel_plans(model, SimpleNamespace(tp_size=self.p.tp, ep_size=self.p.ep, tp_plan=None, ep_plan=None))
+        plan, experts = tensor_parallel.resolve_parallel_plans(model, SimpleNamespace(tp_size=self.p.tp, ep_size=self.p.ep, tp_plan=None, ep_plan=None))
         # The embedding stays whole on every TP rank, and so does what is tied to it. (transformers cuts it by rows where it is tied.)
         whole = ("embed_tokens", "lm_head") if tied else ("embed_tokens",)
         plan = {name: style for name, style in plan.items() if name.rpartition(".")[2] not in whole}
@@ -88,9 +80,9 @@ class Layout:
         model.partial_gradients = {name for name, style in plan.items() if style == PARTIAL}
         plan = {name: style for name, style in plan.items() if style != PARTIAL}
         if plan:
-            apply_tensor_parallelism(model, self.dense["tp"], plan)
+            tensor_parallel.apply_tensor_parallelism(model, self.dense["tp"], plan)
         if experts:
-            apply_expert_parallelism(model, self.expert["ep"], self.dense["tp"], experts)
+            tensor_parallel.apply_expert_parallelism(model, self.expert["ep"], self.dense["tp"], experts)
         if self.world > 1 or policy.param_dtype:
 
             def shard(module: Any, mesh: Any, keep: bool = False, **kw: Any) -> None:
@@ -101,7 +93,7 @@ class Layout:
                     module.set_gradient_divide_factor(1.0)
 
             for name, module in model.named_modules():
-                if experts.get(replace_layer_number_by_wildcard(name)) == DISPATCH:
+                if experts.get(tensor_parallel.replace_layer_number_by_wildcard(name)) == DISPATCH:
                     shard(module, self.expert["efsdp"], shard_placement_fn=self.expert_placement)
             for layer in base.layers:
                 if not isinstance(layer, PipelineIdentityLayer):
@@ -122,7 +114,8 @@ class Layout:
             for g, part in zip(own, total.split([g.numel() for g in own])):
                 g.copy_(part.view_as(g))
         for name, p in model.named_parameters():
-            if self.p.tp > 1 and replace_layer_number_by_wildcard(name.rpartition(".")[0]) in model.partial_gradients:
+            layer = tensor_parallel.replace_layer_number_by_wildcard(name.rpartition(".")[0])
+            if self.p.tp > 1 and layer in model.partial_gradients:
                 dist.all_reduce(local(p.grad), group=self.tp_group)
         if self.p.pp > 1 and model.config.get_text_config().tie_word_embeddings and (self.first or self.last):
             grad = local(model.get_input_embeddings().weight.grad)

@@ -1,7 +1,5 @@
 """Policy loss, KL and token logprobs: pure functions of tensors, natural logarithms throughout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,24 +13,14 @@ Support = tuple[Tensor, Tensor]  # ids (K,) and offsets (N + 1,), int64: token i
 
 
 def policy_loss(
-    log_probs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    kind: str = "ppo",
-    lengths: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:
-    """Policy-gradient loss per token. `log_probs` (float32, of the policy being trained; gradients flow through them only), `old` (before
-    the update) and `advantages` have one shape, (N,) for gspo, which also needs `lengths`: the tokens of each sample, one after another.
-
-    kind "ppo": the clipped surrogate; the ratio is held to [1 - clip_low, 1 + clip_high]. "gspo": the same with the sample's geometric
-    mean of ratios, whose gradient falls on each token alike (arXiv:2507.18071, GSPO-token form). In both, where the advantage is negative
-    the loss is at most -dual_clip * advantage. "cispo": -ratio * advantage * log_prob, the ratio held to the same bounds and without a
-    gradient, so that no token loses its own (arXiv:2506.13585). "gpg": -advantage * log_prob (arXiv:2504.02546).
-    Returns: loss per token, and 1.0 where a bound was active, both of that shape.
-    """
+    log_probs: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None,
+    kind: str = "ppo", lengths: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Policy-gradient loss per token, and 1.0 where a bound was active; all of one shape, float32, for gspo (N,) with each sample's tokens in
+    `lengths`. Gradients flow through `log_probs` only, not `old`, those before the update. "ppo": the clipped surrogate, the ratio held to [1 -
+    clip_low, 1 + clip_high]. "gspo": the same with the sample's geometric mean of ratios, whose gradient falls on each token alike
+    (arXiv:2507.18071, GSPO-token form). In both, a negative advantage's loss is at most -dual_clip * advantage. "cispo": -ratio * advantage *
+    log_prob, the ratio held and without a gradient, so no token loses its own (arXiv:2506.13585). "gpg": -advantage * log_prob (arXiv:2504.02546)."""
     if kind == "gpg":
         return -advantages * log_probs, torch.zeros_like(log_probs)
     log_ratio = log_probs - old
@@ -50,8 +38,7 @@ def policy_loss(
 
 
 def of_samples(x: Tensor, lengths: Sequence[int], how: str = "mean") -> Tensor:
-    """Each sample's mean, sum or maximum of `x` (N,), repeated for its tokens. The samples lie one after another, `lengths` tokens each;
-    a micro-batch holds whole samples, so no split of a batch changes it."""
+    """Each sample's mean, sum or maximum of `x` (N,), repeated for its tokens. The samples lie one after another, `lengths` tokens each."""
     n = torch.tensor(lengths, device=x.device, dtype=torch.int64)
     sample = torch.repeat_interleave(torch.arange(len(n), device=x.device), n)
     if how == "max":
@@ -61,12 +48,9 @@ def of_samples(x: Tensor, lengths: Sequence[int], how: str = "mean") -> Tensor:
 
 
 def rejection_mask(old: Tensor, rollout: Tensor, lengths: Sequence[int], kind: str, low: float, high: float) -> Tensor:
-    """1.0 for tokens of samples that are kept, 0.0 for those of samples whose tokens' logprobs by trainer (`old`) and servers (`rollout`) are
-    too far apart, all (N,) float32, `lengths` as of_samples.
-
-    kind (of verl's rollout_rs): seq_{sum,mean,max}_{k1,k2,k3}, the sample's sum, mean or maximum over d = old - rollout: with k1 of d, and its
-    exp must lie in [low, high]; k2 of d^2 / 2, k3 of exp(d) - 1 - d, which must not be above `high`.
-    """
+    """1.0 for tokens of samples that are kept, 0.0 where trainer (`old`) and servers (`rollout`) are too far apart; all (N,) float32. kind
+    (of verl's rollout_rs): seq_{sum,mean,max}_{k1,k2,k3}, the sample's sum, mean or maximum over d = old - rollout: with k1 of d, whose exp
+    must lie in [low, high]; k2 of d^2 / 2, k3 of exp(d) - 1 - d, at most `high`."""
     _, how, divergence = kind.split("_")
     d = (old - rollout).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if divergence == "k1":
@@ -76,8 +60,7 @@ def rejection_mask(old: Tensor, rollout: Tensor, lengths: Sequence[int], kind: s
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """A critic's loss per token: half the squared error, the larger one of that and of the value held within `clip` of the old one (None:
-    unclipped). All of one shape, float32; gradients flow through `values`. Returns: loss, and 1.0 where the clipped one was larger."""
+    """A critic's loss per token, and 1.0 where clipped: half the larger squared error, of the value or of it held within `clip` of the old one."""
     plain = (values - returns) ** 2
     if clip is None:
         return plain / 2, torch.zeros_like(values)
@@ -86,18 +69,14 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """Direct preference optimization (Rafailov et al. 2023), the sigmoid form: -log sigmoid(beta (chosen - rejected)) of each pair, (P,), from
-    the answers' sums of log(policy / reference), (P,) each, differentiable."""
+    """-log sigmoid(beta (chosen - rejected)) of pairs (P,) of sums of log(policy / reference) (Rafailov et al. 2023, the sigmoid form)."""
     return -torch.nn.functional.logsigmoid(beta * (chosen - rejected))
 
 
 def importance_weights(old: Tensor, rollout: Tensor, kind: str, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Weights of the token losses that correct for a sampling policy other than the one that is updated, without a gradient.
-
-    `old` and `rollout` (float32, one shape) are the sampled tokens' logprobs by the trainer, before the update, and by the servers.
-    kind "tis": exp(old - rollout) clamped to [low, high] (truncated importance sampling, Yao et al. 2025); "icepop": 0 outside those
-    bounds (IcePop, Ling team 2025). Returns: the weights, and the ratios before truncation, of that shape.
-    """
+    """Weights of the token losses that correct for another sampling policy, and the ratios before truncation, without a gradient, from
+    trainer's (`old`) and servers' (`rollout`) logprobs, float32 of one shape. "tis": exp(old - rollout) clamped to [low, high] (truncated
+    importance sampling, Yao et al. 2025); "icepop": 0 outside (IcePop, Ling team 2025)."""
     ratio = (old - rollout).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     if kind == "tis":
         return ratio.clamp(low, high), ratio
@@ -105,18 +84,15 @@ def importance_weights(old: Tensor, rollout: Tensor, kind: str, low: float, high
 
 
 def opsm_mask(log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: Sequence[int], delta: float) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, with slime's estimate): 0.0 for tokens with a negative advantage in samples whose
-    mean of old - log_probs is above `delta`, 1.0 for others. All (N,) float32, `lengths` as of_samples."""
+    """Off-policy sequence masking (DeepSeek-V3.2, slime's estimate): 0.0 for tokens with a negative advantage where mean(old - log_probs) >
+    `delta`."""
     drift = of_samples((old - log_probs).detach(), lengths)
     return 1.0 - ((advantages < 0) & (drift > delta)).float()
 
 
 def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from the sampled tokens' logprobs (same shapes); differentiable in `log_probs`.
-
-    kind: "k1" = d, "k2" = d^2 / 2, "k3" = exp(-d) - 1 + d with d = log_probs - ref; "low_var_kl" = k3 held within +-10; "abs" = |d|,
-    which is no estimate of the KL, but verl has it.
-    """
+    """Per-token estimate of KL(policy || reference), differentiable in `log_probs`. "k1" = d, "k2" = d^2 / 2, "k3" = exp(-d) - 1 + d with d =
+    log_probs - ref; "low_var_kl" = k3 held within +-10; "abs" = |d|, which is no estimate of the KL, but verl has it."""
     d = log_probs - ref
     if kind == "abs":
         return d.abs()
@@ -132,12 +108,9 @@ def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
 def token_log_probs(
     logits: Tensor, labels: Tensor, temperature: float, rows: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """log_probs (N,), entropy (N,), logp (N, V), p (N, V) of a few tokens, in float32 whatever the logits (N, V) are; labels (N,) int64;
-    logits are divided by `temperature` first.
-
-    Where token rows[k] was drawn from ids[k], for all k, and from nothing else, log_probs are over these ids only, and the last
-    result holds their probabilities q (K,); it is p otherwise. Entropy, logp and p are always over the whole vocabulary.
-    """
+    """log_probs (N,), entropy (N,), logp (N, V), p (N, V) in float32 of logits (N, V), divided by `temperature` first; labels (N,) int64.
+    Where token rows[k] was drawn from ids[k], for all k, and from nothing else, log_probs are over these ids only, and the last result is
+    their probabilities q (K,), else p. The others are always over the whole vocabulary."""
     logits = logits.float()
     logp = torch.log_softmax(logits / temperature if temperature != 1 else logits, -1)
     p = logp.exp()
@@ -161,7 +134,6 @@ def support_of(support: Support | None, part: slice) -> tuple[Tensor, Tensor] | 
 
 
 def slices(part: slice, size: int) -> list[slice]:
-    """A range of tokens in pieces of `size`."""
     return [slice(i, min(i + size, part.stop)) for i in range(part.start, part.stop, size)]
 
 
@@ -171,32 +143,17 @@ def block_of(logits: Tensor) -> int:
 
 
 class HeadLoss(torch.autograd.Function):
-    """Vocabulary projection, log-softmax and loss in one, a chunk of tokens at a time.
-
-    The (tokens, vocabulary) logits never exist whole; a chunk's are in the compute type and become its gradient in place, so that backward()
-    only scales what forward() found, and nothing is computed twice unless the loss needs all tokens at once.
-    """
+    """Vocabulary projection, log-softmax and loss in one, a chunk of tokens at a time: the (tokens, vocabulary) logits never exist whole, and
+    a chunk's become its gradient in place, so that backward() only scales what forward() found."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float,
-        chunk: int,
-        loss_fn: LossFn,
-        use_entropy: bool,
-        support: Support | None = None,
-        whole: bool = False,
-    ) -> Tensor:
-        """hidden (N, D), weight (V, D), labels (N,). `loss_fn(log_probs, entropy, tokens)` gets leaf tensors of the tokens that
-        the slice `tokens` names and returns their summed loss; it may keep statistics. use_entropy: does the loss depend on it?
-        support: what each token was drawn from, None: the vocabulary. whole: call loss_fn once, for all tokens; more than one chunk
-        are then projected twice.
-
-        Returns: the scalar sum of the chunks' losses, float32.
-        """
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, loss_fn: LossFn, use_entropy: bool,
+        support: Support | None = None, whole: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """hidden (N, D), weight (V, D), labels (N,) -> the scalar sum of losses, float32. `loss_fn(log_probs, entropy, tokens)` gets leaf
+        tensors of the tokens that the slice `tokens` names and returns their summed loss. use_entropy: does it depend on it? support: what
+        each token was drawn from. whole: call loss_fn once, for all tokens; more than one chunk are then projected twice."""
         d_hidden = torch.zeros_like(hidden)
         d_weight: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -1,10 +1,8 @@
 """Token layout of one micro-batch: packed without padding, prompts that samples share laid out once. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,11 +27,8 @@ class Bucket:
 
 @dataclass
 class Pack:
-    """One micro-batch without padding. T input tokens, M trained tokens; per-token float32 arrays have length M.
-
-    A prompt that several samples share is laid out once, and a sample's last token, which predicts nothing, is left out.
-    `rows` are the positions (0..T-1) whose hidden state predicts `labels`; a shared prompt's last position occurs repeatedly.
-    """
+    """One micro-batch without padding: T input tokens, M trained tokens (per-token arrays are float32). A prompt that several samples share is laid
+    out once; a sample's last token, which predicts nothing, is left out. `rows` are the positions whose hidden state predicts `labels`."""
 
     ids: torch.Tensor  # (1, T) int64
     positions: torch.Tensor  # (1, T) int64, position within the sample
@@ -59,7 +54,7 @@ class Pack:
     trained: list[torch.Tensor] = field(default_factory=list)  # rows of each cp rank's samples
     everything: list[torch.Tensor] = field(default_factory=list)  # `where` of each cp rank's samples, joined
 
-    def to(self, device: torch.device) -> Pack:
+    def to(self, device: torch.device) -> Self:
         def move(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 return x.to(device, non_blocking=True)
@@ -67,12 +62,11 @@ class Pack:
                 return Bucket(*(move(getattr(x, f.name)) for f in fields(x)))
             return type(x)(map(move, x)) if isinstance(x, (list, tuple)) else x
 
-        return Pack(*(move(getattr(self, f.name)) for f in fields(self)))
+        return type(self)(*(move(getattr(self, f.name)) for f in fields(self)))
 
 
 class Sealed:
-    """A Pack on its way through a model. FSDP looks for tensors in all that a module is given, in dataclasses and lists too: that would be
-    every token of every sample, several times a layer."""
+    """A Pack on its way through a model. FSDP would look for tensors in it, dataclasses and lists too, several times a layer."""
 
     def __init__(self, pack: Pack):
         self.pack = pack

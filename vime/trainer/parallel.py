@@ -1,7 +1,5 @@
 """A model on the ranks: process group, loading of each rank's part, packed attention, and whole tensors out of parts."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -90,12 +88,9 @@ def class_of(path: str | Path, critic: bool) -> tuple[Any, Any]:
 def load_model(
     path: str | Path, dtype: str, layout: Layout, checkpointing: bool = False, freeze_vision: bool = False, critic: bool = False
 ) -> PreTrainedModel:
-    """A causal LM, which may take images, with float32 weights, cut over all ranks as `layout` says, computing in `dtype`; each rank reads
-    only its part. As a critic the same layers with one output of the last, `score`, in place of the vocabulary's, whose weights are not read.
-
-    Gradients are summed, never averaged, over ranks: loss weights are already global.
-    Raises: VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight.
-    """
+    """A causal LM, which may take images, with float32 weights, cut as `layout` says, computing in `dtype`; each rank reads only its part. As
+    a critic it has one output, `score`, in place of the vocabulary's. Gradients are summed over ranks: loss weights are global. Raises:
+    VimeError for a folder that does not load or an architecture whose logits are not hidden @ weight."""
     config, base = class_of(path, critic)
     sees = hasattr(config, "vision_config")
     if sees:
@@ -145,21 +140,13 @@ def load_model(
     return model.train()
 
 
-def full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight, whole, under its Hugging Face name, on the CPU of rank 0 ({} on the others), tied copies left out, adapters added in. A collective."""
-    return {name: t for part in whole_parts(model, dtype, 1 << 30)[1] for name, t in part.items()}
-
-
 def whole_parts(
     model: PreTrainedModel, dtype: torch.dtype, limit: int, device: torch.device | str = "cpu", takers: Collection[int] = (0,)
 ) -> tuple[dict[str, torch.Tensor], Iterator[dict[str, torch.Tensor]]]:
-    """As full_tensors, in parts of a decoder layer's weights, `limit` bytes at most, no two of which are whole at once; a larger tensor is a
-    part of its own, as is a layer of an architecture that makes one weight of several. Each is gathered once, in `dtype`; what other
-    stages of a pipeline hold comes through the first one, whose ranks `takers` are.
-
-    Returns: all tensors without data, and the parts in their order, on `device` of the takers, empty elsewhere. Call and iteration are
-    collectives.
-    """
+    """Every weight, whole, under its Hugging Face name, tied copies left out, adapters added in, in parts of a decoder layer's, `limit` bytes at
+    most (but for a larger tensor, or a layer of an architecture that makes one weight of several), no two whole at once, gathered once, in `dtype`;
+    other stages' come through the first, whose ranks `takers` are. Returns: all tensors without data, and the parts, on `device` of the takers,
+    empty elsewhere. Call and iteration are collectives."""
     layout, tied = model.layout, dict(model.all_tied_weights_keys or {})
     left_out = {*tied, *(tied.values() if layout.pp else ())}  # a tied embedding lies at both ends of a pipeline
     conversions = getattr(model, "_weight_conversions", None) or ()

@@ -1,7 +1,5 @@
 """Forward and backward of a model over the stages of its pipeline; of a model that isn't cut, on its one stage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,8 +27,8 @@ class Job(NamedTuple):
 
 
 class Pipeline:
-    """A loaded model's stages on this rank. It stands in for the forward of model and head: inside the model's own forward, where FSDP
-    has gathered it, the head's weight and the hidden states go to the job of the micro-batch in place of the vocabulary projection."""
+    """A loaded model's stages on this rank. Inside the model's own forward, where FSDP has gathered it, the head's weight and the hidden states go
+    to the micro-batch's job in place of the vocabulary projection."""
 
     def __init__(self, model: PreTrainedModel, path: str):
         self.model, self.base, self.decoder = model, model.base_model, model.get_decoder()
@@ -96,8 +94,7 @@ class Pipeline:
         return out if out is not None and self.layout.last else torch.empty(0, device=self.layout.device)
 
     def backward(self, batches: Sequence[Pack], jobs: Sequence[Job], what: str) -> None:
-        """Forward and backward of an optimizer step's micro-batches, whose jobs return losses: 1F1B, interleaved with several stages here.
-        `what`: the step, for errors, which faults.alone names."""
+        """Forward and backward of an optimizer step's micro-batches, whose jobs return losses: 1F1B, interleaved with several stages here."""
         if self.layout.p.pp == 1:
             for k, (batch, job) in enumerate(zip(batches, jobs, strict=True)):
                 with alone(f"{what}, {named(batches, k)}"):

@@ -1,7 +1,5 @@
 """A trainer rank's process: the trainer, and what feeds it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

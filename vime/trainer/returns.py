@@ -1,7 +1,5 @@
 """Advantages per token: KL in the reward, discounting, and whitening over every trained token of the step, whatever rank holds it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -13,15 +11,11 @@ from vime.trainer.packing import Pack
 
 
 def per_token(algo: AlgoConfig, batches: list[Pack], policy: list[torch.Tensor], device: torch.device) -> dict[str, float]:
-    """Turn the advantages of this rank's micro-batches, one number a sample, into one a token; `policy` (M,) are the logprobs before the update
-    that the KL is of. A collective; the result does not depend on how samples are dealt to ranks and micro-batches.
-
-    A sample's number is the reward of its last trained token, each trained token costs kl_coef * KL to the reference, and a token's advantage
-    is the discounted sum from it to the end of the response, tokens between that are not trained count as steps without a reward
-    (reinforce_plus_plus_baseline: the number less the token's own KL; gae: over trained tokens alone, from `values`, which also sets
-    `returns`; on_policy_distillation: ref - policy, whatever the number).
-    Returns: metrics, the same on every rank.
-    """
+    """Turn the advantages of this rank's micro-batches, one number a sample, into one a token; `policy` (M,) are the logprobs before the
+    update that the KL is of. A collective, whatever rank holds a sample. Returns: metrics, the same on every rank. The number is the reward
+    of the last trained token, each costs kl_coef * KL, and an advantage is the discounted sum from the token on, where tokens that are not
+    trained count as steps without a reward (reinforce_plus_plus_baseline: the number less the own KL; gae: over trained tokens alone, from
+    `values`, which also sets `returns`; on_policy_distillation: ref - policy)."""
     found: list[np.ndarray] = []
     kind = algo.advantage_estimator
     sums = np.zeros(4)  # trained tokens, their advantages, these squared, their KL

@@ -1,10 +1,5 @@
-"""Ring attention (Liu et al. 2023, arXiv:2310.01889) over a packed row in contiguous pieces, one on each rank, where heads run out.
-
-A token sees nothing behind it, so at step t each rank gets the keys and values of the rank t places before it, where any of them are seen:
-of many short samples only neighbours trade. Softmax goes on from block to block by the logarithm of its sum (LSE).
-"""
-
-from __future__ import annotations
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889) over a packed row in contiguous pieces, one on each rank. At step t each rank gets the keys
+and values of the rank t places before it, where any of them are seen. Softmax goes on from block to block by the logarithm of its sum (LSE)."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

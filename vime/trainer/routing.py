@@ -1,8 +1,5 @@
-"""Routing replay (R3, Ma et al. 2025, arXiv:2510.11370): the trainer sends every token to the experts that the server sent it to.
-
-A router is a discontinuous function: rounding alone flips near ties, and then the trainer's logprobs are those of another network. So the
-experts are replayed, in their order, and their weights are computed anew from the trainer's own router, which keeps its gradient.
-"""
+"""Routing replay (R3, Ma et al. 2025, arXiv:2510.11370): the trainer sends every token to the experts that the server sent it to, in their
+order, since rounding alone flips near ties. Weights are computed anew from the trainer's own router, which keeps its gradient."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ def check_model(path: str) -> None:
 
 
 def pack_routing(samples: Sequence[Sample], where: Sequence[np.ndarray], total: int) -> torch.Tensor | None:
-    """The experts of a micro-batch's `total` tokens, (total, layers, top_k) int16; sample i's token j lies at where[i][j]. -1: not known,
-    as of what follows a sample's last sampled token. None where no sample has any. Raises: ValueError where some have and some not."""
+    """Experts of a micro-batch's tokens, (total, layers, top_k) int16, sample i's token j at where[i][j], -1: not known; None where no sample has
+    any. Raises: ValueError where only some have."""
     rows = [s.rollout_routed_experts for s in samples if s.rollout_routed_experts is not None]
     if not rows:
         return None
@@ -56,9 +53,8 @@ def pack_routing(samples: Sequence[Sample], where: Sequence[np.ndarray], total: 
 
 
 class Replay:
-    """Stands in for the forward of every router of a model. `batch` is the micro-batch that runs; forward, and a recompute under gradient
-    checkpointing, look their layer up in its routing and change nothing. Each layer says which micro-batch it runs: in a pipeline the
-    recompute of one comes after the forward of others."""
+    """Stands in for every router's forward. Each layer says which micro-batch runs, since in a pipeline a recompute comes after others' forward;
+    forward and recompute only look their layer up in its routing."""
 
     def __init__(self, model: PreTrainedModel):
         self.batch: Pack | None = None
@@ -94,8 +90,7 @@ class Replay:
         return logits, replayed.to(weights.dtype), chosen
 
     def take(self) -> torch.Tensor:
-        """(flipped choices, choices) since the last call, float64; a choice is a token's in one layer, in each sample that has it, however
-        they are packed. Ranks that hold the same tokens all count them: only the ratio matters."""
+        """(flipped choices, choices) since the last call, float64; a choice is a token's in one layer, in each sample that has it."""
         counts, self.counts = self.counts, []
         return torch.stack(counts).sum(0).double() if counts else torch.zeros(2, dtype=torch.float64)
 

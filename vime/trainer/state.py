@@ -1,7 +1,5 @@
 """A rank's share of a checkpoint: weights, optimizer, random state; and the Hugging Face folder that rank 0 writes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +15,7 @@ from transformers import PreTrainedModel
 
 from vime.errors import VimeError
 from vime.trainer.checkpoint import FULL
-from vime.trainer.parallel import agree, full_tensors
+from vime.trainer.parallel import agree, whole_parts
 
 Parts = dict[str, tuple[PreTrainedModel, torch.optim.Optimizer]]  # by prefix: "" the model that is trained, "critic." its critic
 
@@ -41,8 +39,6 @@ def tree(parts: Parts) -> dict[str, Any]:
 
 
 class Share(NamedTuple):
-    """What one rank writes of a checkpoint."""
-
     tree: dict[str, Any]
     full: dict[str, torch.Tensor]  # whole weights in `dtype`, on rank 0
     rng: torch.Tensor
@@ -51,7 +47,8 @@ class Share(NamedTuple):
 
 def share(parts: Parts, dtype: torch.dtype, copied: bool) -> Share:
     """This rank's share of a checkpoint; a collective. `copied`: in host memory, so that training may go on; else the live tensors."""
-    tensors, full = tree(parts), full_tensors(parts[""][0], dtype)
+    tensors, (_, whole) = tree(parts), whole_parts(parts[""][0], dtype, 1 << 30)
+    full = {name: t for part in whole for name, t in part.items()}
     if copied:
         tensors = {k: {n: v.detach().to("cpu", copy=True) for n, v in part.items()} for k, part in tensors.items()}
         full = {k: v.detach().clone() for k, v in full.items()}
@@ -59,8 +56,7 @@ def share(parts: Parts, dtype: torch.dtype, copied: bool) -> Share:
 
 
 def save_share(folder: Path, part: Share, source: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write it into an existing folder; a collective of `group`. `source`: the model folder whose tokenizer and configuration go along.
-    Raises: VimeError on every rank where any rank cannot write."""
+    """Write it into an existing folder; a collective of `group`. `source`: whose tokenizer goes along. Raises: VimeError on every rank."""
     rank, error = dist.get_rank(), None
     try:
         (folder / "trainer").mkdir(exist_ok=True)
@@ -115,8 +111,7 @@ def export(folder: Path, tensors: dict[str, torch.Tensor], source: Path, dtype: 
 
 
 def load_rank(folder: Path, parts: Parts) -> None:
-    """Weights, optimizer and, where this rank existed when it was saved, its random state; a collective. Raises: VimeError that names the
-    first tensor, or file, that is not as this model needs it."""
+    """Weights, optimizer and, where this rank was saved, random state; a collective. Raises: VimeError naming what is not as this model needs."""
     wanted = tree(parts)
     try:
         held = dcp.FileSystemReader(folder / "trainer").read_metadata()

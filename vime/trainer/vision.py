@@ -1,7 +1,5 @@
 """Images on a trainer rank: pixels from references, checks against the tokens, and what a vision-language model's forward takes besides ids."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -75,10 +73,8 @@ class Vision:
                 raise ValueError(f"{what}: do server and trainer process images alike ([vllm] mm_processor_kwargs holds for both)?")
 
     def arguments(self, batch: Pack) -> dict[str, torch.Tensor]:
-        """Arguments of the model's forward for a micro-batch: ids, positions and, where it has images, their features in token order.
-
-        Image tokens that the policy sampled itself are no placeholders: the model gets another id for them, and the embedding the true one.
-        """
+        """The model's ids, positions and, where a micro-batch has images, their features in token order. Image tokens that the policy sampled
+        itself are no placeholders: the model gets another id for them, and the embedding the true one."""
         device, ids, positions = batch.ids.device, batch.ids.clone(), batch.positions
         self.ids = None
         shown: dict[int, Sample] = {}  # by the position of its first token: samples that share a prompt share its images
@@ -113,8 +109,7 @@ class Vision:
         return self.model.base_model.get_rope_index(input_ids=ids, mm_token_type_ids=kind, image_grid_thw=grids)[0]
 
     def untouched(self) -> torch.Tensor | float:
-        """0, with a zero gradient for every weight that only images run through: with it all ranks reduce the same gradients, whether their
-        micro-batches have images or not. Call it inside the forward, where sharded weights are whole."""
+        """0, with a zero gradient for every weight that only images run through: then all ranks reduce the same gradients. Call it in the forward."""
         weights = [p for m in self.seeing for p in m.parameters(recurse=False) if p.requires_grad]
         return sum(p.flatten()[:1].sum() for p in weights) * 0.0 if weights else 0.0
 

@@ -55,8 +55,7 @@ def routes(receivers: list[Receiver], ranks: int) -> list[Route]:
 
 
 def location(cfg: Config) -> Path:
-    """Folder of the published files. With transport "shm" it lies in /dev/shm, named after the run's folder, and outlives the
-    processes: whoever ends the run removes it."""
+    """Folder of the published files. With transport "shm" it lies in /dev/shm and outlives the processes: whoever ends the run removes it."""
     if cfg.weights.transport != "shm":
         return cfg.folder.resolve() / "weights"
     return Path("/dev/shm") / f"vime-{hashlib.sha256(str(cfg.folder.resolve()).encode()).hexdigest()[:16]}"

@@ -1,12 +1,7 @@
-"""Weights as differences, bit by bit: what the sender makes, what the receiver lays over the weights that it keeps. No vLLM in here.
-
-A delta is one safetensors file. Of a tensor with few changed elements it has `gap:<name>`, the distances between their flat positions (in
-the smallest of uint8, uint16, int32 and int64 that holds them, the first one counted from 0), and `bits:<name>`, the new values as integers
-of the same size. Where those would not be smaller than the tensor it has `whole:<name>`. Its metadata has "base" and "checksum": the
-checksums of all weights before and after it. A whole file that deltas may follow has "checksum" only.
-"""
-
-from __future__ import annotations
+"""Weights as differences, bit by bit. A delta is one safetensors file: of a tensor with few changed elements `gap:<name>`, the distances
+between their flat positions (in the smallest of uint8, uint16, int32 and int64 that holds them, the first counted from 0), and `bits:<name>`,
+the new values as integers of the same size; else `whole:<name>`. Its metadata has "base" and "checksum": the checksums of all weights before
+and after it; that of a whole file has "checksum" only."""
 
 import hashlib
 import os
@@ -106,20 +101,17 @@ def checksum(state: State) -> str:
 
 
 class Held:
-    """What a receiver keeps: the weights that it got last, whole, in checkpoint form, so that deltas can follow. A copy in memory of its
-    own, since a file may be gone when the next delta comes. Nothing is kept of weights without a checksum, after which no deltas come."""
+    """The weights that a receiver got last, whole, so that deltas can follow: a copy in memory, since a file may be gone when the next delta
+    comes. Nothing is kept of weights without a checksum, after which no deltas come."""
 
     def __init__(self) -> None:
         self.state: State = {}
         self.checksum = ""
 
     def read(self, path: str, deltas: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of each tensor of the whole file `path` with `deltas` laid over it in turn; of these files only those are read
-        that lead on from the weights that are kept.
-
-        Raises, before it returns: OSError or SafetensorError for a file that can't be read, ValueError for a delta that isn't of the
-        weights before it and for weights that don't have their checksum. Nothing is kept then: the next ones must come whole.
-        """
+        """(name, weight) of each tensor of the whole file `path` with `deltas` laid over it in turn; only those files are read that lead on
+        from the weights kept. Raises, before it returns: OSError or SafetensorError for a file that can't be read, ValueError for a delta
+        that isn't of the weights before it and for a wrong checksum. Nothing is kept then."""
         files = [safe_open(f, framework="pt", device="cpu") for f in (path, *deltas)]  # checks header and length
         heads = [f.metadata() or {} for f in files]
         sums = [h.get("checksum", "") for h in heads]

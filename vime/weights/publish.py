@@ -1,7 +1,5 @@
 """Sending side: weights as safetensors files that servers read, in shared memory or in the run's folder; whole, or as deltas."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES
 from transformers import PreTrainedModel
 
 from vime.config import Config
@@ -18,15 +17,11 @@ from vime.weights import Published, Receiver, delta, location, routes, server_dt
 
 FULL_EVERY = 20
 CANARY_LENGTH = 24
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.bool: "BOOL",
-}  # fmt: skip
+DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class Publisher:
-    """Writes the versions of one run's weights. Each rank has one; rank 0's writes, and with weights.delta keeps a copy of what it
-    published last, in the servers' dtype. A version's files stay until the version after the next one is written."""
+    """Writes the versions of one run's weights; with weights.delta rank 0 keeps the last. Files stay until the version after the next one."""
 
     def __init__(self, cfg: Config, rank: int):
         self.cfg, self.rank, self.folder = cfg, rank, location(cfg)
@@ -37,8 +32,7 @@ class Publisher:
         self.checksum = ""
 
     def publish(self, model: PreTrainedModel, version: int, receivers: list[Receiver] | None = None) -> Published | None:
-        """Write weights `version` under Hugging Face names (tied copies left out), or send them to `receivers`. A collective. A file appears
-        whole or not at all; without room for it every rank raises VimeError. Returns: the files, on rank 0."""
+        """Write weights `version` under Hugging Face names, or send them to `receivers`; the files, on rank 0. A collective, all or nothing."""
         dtype = getattr(torch, server_dtype(self.cfg))
         if receivers:
             return self.send(model, dtype, version, receivers)
@@ -92,7 +86,7 @@ class Publisher:
         before, full = self.chain, delta.size(tensors)
         metrics = {"weights/full_bytes": float(full)}
         if not self.cfg.weights.delta:
-            self.chain = [self.save(version, tensors, {}, parts=parts)]
+            self.chain = [self.save(version, tensors, {}, parts=parts or ())]
         else:
             change, base = None, self.checksum
             if delta.same_form(self.last, tensors):
@@ -121,8 +115,7 @@ class Publisher:
         return Published(str(self.chain[0]), tuple(str(p) for p in self.chain[1:]), metrics)
 
     def whole(self, version: int) -> str:
-        """Weights `version`, the newest, as one file, on rank 0 alone: for servers that refuse their deltas or missed what was sent. Returns
-        its path."""
+        """Weights `version`, the newest, as one file on rank 0 alone, for servers that refuse their deltas or missed what was sent; its path."""
         path = self.folder / f"v{version}.safetensors"
         if not path.exists():
             if version != self.version or not self.last:
@@ -130,9 +123,7 @@ class Publisher:
             self.chain = [self.save(version, self.last, {"checksum": self.checksum, "version": str(version)} if self.checksum else {})]
         return str(path)
 
-    def save(
-        self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "", parts: Iterable[delta.State] | None = None
-    ) -> Path:
+    def save(self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "", parts: Iterable[delta.State] = ()) -> Path:
         path = self.folder / f"v{version}{kind}.safetensors"
         partial = path.with_suffix(".tmp")
         try:

@@ -1,7 +1,5 @@
 """The sending side over NCCL: vLLM's own trainer engine on a trainer rank, for the servers of its route. Not run on GPUs yet."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
@@ -22,11 +20,8 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # proxies
 
 
 class Sender:
-    """A trainer rank's end of a group; to vLLM's engine both the source of the weights and the client of the group's servers, which calls
-    them all at once.
-
-    Raises (constructor and send): VimeError, one line, as soon as a server fails, after `timeout` seconds at the latest.
-    """
+    """A trainer rank's end of a group; to vLLM's engine both the source of the weights and the client of the group's servers. Raises
+    (constructor and send): VimeError, one line, as soon as a server fails, after `timeout` seconds at the latest."""
 
     def __init__(self, route: Route, device: torch.device, buffer: int, timeout: float):
         self.route, self.timeout, self.version = route, timeout, ""

@@ -1,16 +1,14 @@
-"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). Only vllm_*.py here import vLLM.
-
-An update names a .safetensors file with the whole model under checkpoint names, and deltas to lay over it (vime/weights/delta.py). A file
-in /dev/shm costs no copy: it is mapped. After a delta, too, the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
-few elements of a tensor have no place of their own in it.
-"""
-
-from __future__ import annotations
+"""The receiving side of weight updates, inside the vLLM server (entry point vllm.general_plugins). An update names a .safetensors file with
+the whole model, and deltas to lay over it. Also after a delta the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
+few elements of a tensor have no place of their own in it."""
 
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -18,7 +16,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from vime.weights import UNTOUCHED
 from vime.weights.delta import Held
-from vime.weights.vllm_routing import return_routed_experts
 
 
 @dataclass
@@ -36,8 +33,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads a whole model from disk or shared memory through vLLM's layerwise reload, and mends what vLLM's CPU build leaves stale. Over
-    NCCL vLLM's own engine does the loading; a server that missed an update still gets it as a file."""
+    """Loads a whole model from files through vLLM's layerwise reload, and mends what its CPU build leaves stale; over NCCL vLLM's own engine does."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -122,6 +118,11 @@ def _fix_moe_reload() -> None:
     Method._setup_kernel = setup  # type: ignore[method-assign]
 
 
+def _asked(flag: str) -> bool:
+    """Whether this server was started with `flag`; others are spared imports."""
+    return any(a.replace("_", "-").startswith(flag) for a in sys.argv)
+
+
 def _return_sampling_masks() -> None:
     """vLLM fills `sampling_mask` (--return-sampling-mask) in its V2 runner only, which needs Triton. On a CPU without it, fill the same
     field from the V1 runner: a token's support is where its processed logprobs, from which it is drawn, are finite."""
@@ -129,8 +130,7 @@ def _return_sampling_masks() -> None:
     from vllm.platforms import current_platform
 
     verify = VllmConfig._verify_sampling_replay_config
-    wanted = any(a.replace("_", "-") == "--return-sampling-mask" for a in sys.argv)  # other servers are spared the imports below
-    if not wanted or not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
+    if not _asked("--return-sampling-mask") or not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
         return
     from vllm.v1.outputs import SamplingMaskLists
     from vllm.v1.sample.sampler import Sampler
@@ -169,7 +169,7 @@ def _fix_speculation() -> None:
     types are converted to a copy, which gets the result. The sampler then works with uninitialized memory: wrong tokens, wrong logprobs."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or not any(a.replace("_", "-").startswith("--speculative-config") for a in sys.argv):
+    if not _asked("--speculative-config") or not current_platform.is_cpu():
         return
     from vllm.v1.sample import rejection_sampler
 
@@ -190,11 +190,64 @@ def _fix_speculation() -> None:
     rejection_sampler.apply_sampling_constraints = constrained
 
 
+def _return_routed_experts() -> None:
+    """vLLM fills `routed_experts` in its V2 runner only, which needs Triton. All but the runner's four calls works without: the routers'
+    capture, the store that keeps routing by KV-cache block (so prompts that come from the cache have theirs), the scheduler, the field in
+    the answer. So on a CPU the V1 runner makes these calls, and the check that refuses it is told to leave the runner to us."""
+    from vllm.platforms import current_platform
+
+    if not _asked("--enable-return-routed-experts") or not current_platform.is_cpu():
+        return
+    from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
+
+    verify, initialize = VllmConfig._verify_aux_output_compatibility, Runner.initialize_kv_cache
+    execute, sample = Runner.execute_model, Runner.sample_tokens
+    if hasattr(verify, "__wrapped__"):
+        return
+
+    def checked(self: Any) -> None:
+        with patch.object(type(current_platform), "is_out_of_tree", lambda _: True):  # such platforms bring their own runner, as we do
+            verify(self)
+
+    def with_store(self: Any, kv_cache_config: Any, is_profiling: bool = False, **kw: Any) -> None:
+        initialize(self, kv_cache_config, is_profiling, **kw)
+        if self.vllm_config.aux_output_config.enabled and not is_profiling:
+            self.aux_output = get_aux_output_connector(self.model, self.vllm_config, self.kv_cache_config)
+
+    def announced(self: Any, scheduler_output: Any, *args: Any, **kw: Any) -> Any:
+        self.aux_output.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute(self, scheduler_output, *args, **kw)
+
+    def with_routing(self: Any, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if state is None:  # there was nothing to forward
+            return sample(self, grammar_output)
+        drafts = state.scheduler_output.scheduled_spec_decode_tokens
+        batch, n = self.input_batch, self.input_batch.num_reqs
+        starts, computed = self.query_start_loc.np[: n + 1].copy(), batch.num_computed_tokens_cpu[:n].copy()
+        pending = self.aux_output.prepare_output(
+            SimpleNamespace(req_ids=list(batch.req_ids), query_start_loc_np=starts, num_computed_tokens_np=computed)
+        )
+        out = sample(self, grammar_output)  # the platform turns asynchronous scheduling off: tokens are there
+        if pending is not None:
+            sampled = np.array([len(ids) for ids in out.sampled_token_ids])
+            proposed = np.array([len(drafts.get(r, ())) for r in pending.request_ids])
+            pending.enqueue_cpu_copy(sampled, np.where(sampled > 0, proposed + 1 - sampled, 0))
+            out.aux_output_connector_output = pending.process_output()
+        return out
+
+    checked.__wrapped__ = verify  # type: ignore[attr-defined]
+    VllmConfig._verify_aux_output_compatibility = checked
+    Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens = with_store, announced, with_routing
+
+
 def register() -> None:
     """Called in every vLLM process, maybe twice."""
     if "vime" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("vime", FileWeightTransferEngine)
     _fix_moe_reload()
     _return_sampling_masks()
-    return_routed_experts()
+    _return_routed_experts()
     _fix_speculation()
