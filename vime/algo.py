@@ -1,7 +1,5 @@
 """The settings of algorithms: sections [algo] and [loss] of the configuration."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """`vime bench rollout`: a steady load on vLLM servers, and what they say of themselves meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

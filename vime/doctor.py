@@ -1,7 +1,5 @@
 """`vime doctor`: what this machine can run, and what is missing, in one table."""
 
-from __future__ import annotations
-
 import importlib.metadata as im
 import os
 import platform

@@ -1,7 +1,5 @@
 """A run's folder <run_dir>/<name>: what is in it, whose it is, and where a resume begins."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import platform

@@ -3,8 +3,6 @@
 A plug-in is a dotted path, "package.module:function" or "package.module.function". Shapes are slime's, so that its users' files run here.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from argparse import Namespace

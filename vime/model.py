@@ -1,7 +1,5 @@
 """Small models for quick-starts and tests: `get` fetches or converts a real one, `tiny` trains a character-level one in seconds."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """`vime parity`: two variants of one run, over the same seeds, judged by an equivalence test of their curves (observe/equivalence.py)."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

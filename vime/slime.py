@@ -3,8 +3,6 @@
 They speak SGLang's /generate; `post` translates it to vLLM's token-in, token-out endpoint. Import this module in plug-ins only.
 """
 
-from __future__ import annotations
-
 import asyncio
 from functools import lru_cache
 from typing import Any

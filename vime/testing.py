@@ -2,8 +2,6 @@
 pytest `vime.testing.check("rollout.custom_generate", "my.agent:generate")`. With a run file the model's tokenizer, [args] and the first prompts are
 those of the run; without one, a character-level tokenizer and two made-up prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math

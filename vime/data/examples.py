@@ -1,7 +1,5 @@
 """Prompts that come with their answers: one to learn (sft), or a better and a worse one (dpo)."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

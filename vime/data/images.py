@@ -1,7 +1,5 @@
 """Images of prompts: references to files or data: URIs, checked before the start and read where their pixels are needed."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -5,8 +5,6 @@ of them. Done and dropped ones share it, since apart they would cut each other t
 Reservations and leases are no events, for whoever had them dies with the controller.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections import Counter

@@ -8,8 +8,6 @@ weights have settled. A run that goes on from there takes that, whatever was ack
 journal.py is what outlives a crash, here is what groups go through; leases and reservations end with the controller.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable

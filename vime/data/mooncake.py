@@ -4,8 +4,6 @@ RDMA. Mooncake by itself evicts what nobody has read, and answers a put on a tak
     python -m vime.data.mooncake --master HOST:PORT --bytes N   gives N bytes of this host's memory to a store
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools

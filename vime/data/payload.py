@@ -5,8 +5,6 @@ all samples, top_k), so that the layers of a pipeline stage are one range of byt
 bytes, once for all samples. All else is `rest`, UTF-8 JSON: an object per sample, which leaves out what is as in the first.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

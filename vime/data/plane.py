@@ -4,8 +4,6 @@ One group is one object in the safetensors layout (8 bytes of length, a JSON hea
 range of bytes, the same in memory, on a wire and in a file. Whoever orders, leases and frees groups only handles their Refs.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

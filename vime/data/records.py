@@ -1,7 +1,5 @@
 """Files that hold groups of samples: those under way in a checkpoint, and the readable ones of a step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

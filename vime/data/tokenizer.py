@@ -1,7 +1,5 @@
 """Text to token ids and back, for a model folder. Reads its files itself: transformers' own way imports torch, eight seconds of a start."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """The store in TransferQueue, by its KV calls only: a group is one key whose one column `bytes` (uint8, jagged) is the packed object, the same bytes
 as in every other backend. Its samplers mix prompts and count a sample as consumed before it is read, so who trains what is decided elsewhere."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ that are rejected at level alpha. A window gives one number per seed, and only t
 together. Every window and every metric must pass (Berger and Hsu 1996), so no correction is due. Why, and what is assumed: docs/parity.md.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import dataclass

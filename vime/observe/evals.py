@@ -1,7 +1,5 @@
 """What an evaluation says: mean reward with its standard error, pass@k, lengths. Pure functions of scalars."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb, sqrt
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What a run leaves to look at: metrics.jsonl, trackers, a live console, readable sample dumps and the picture of the reward."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Rewards: functions (args, sample) -> float | dict, sync or async. Built in: math, exact, regex; anything else is a dotted path."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

@@ -4,8 +4,6 @@ math-verify's own time limit needs SIGALRM in a main thread, and no Python signa
 therefore arms a SIGALRM with its default action, which ends it whatever it computes; the next question starts another helper.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue
