@@ -65,7 +65,7 @@ def test_what_holds_bytes_is_killed_and_the_run_goes_on(tmp_path, tiny_model, re
         rows = [m for m in j.metrics if "train/loss" in m]
         assert [m["step"] for m in rows] == list(range(1, 11))
         ids, missing = j.trained_ids(), rows[-1].get("health/groups_not_dumped", 0)  # trained, then lost before they were written
-        assert len(ids) == len(set(ids)) == 640 - 8 * missing and missing <= 16
+        assert len(ids) == len(set(ids)) == 640 - 8 * missing and missing <= 32
         assert state(j)["ledger"]["counts"]["done"] == 80
         assert rows[-1]["health/groups_redone" if who == "worker-0" else "health/data_plane_restarts"] >= 1
         assert j.left_behind() == []
