@@ -48,6 +48,12 @@ SLOW = 4.0  # seconds; a path that takes longer has two timed rounds
 PATIENCE = 300.0  # seconds for one call
 
 
+def get_node_ip() -> str:
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
+
+
 class Session:
     """m producers, n consumers and a controller, and the stores they need: `rows = Session(...).run(...)` inside a `with`."""
 
@@ -90,7 +96,9 @@ class Session:
         names = ["controller", *(f"producer{i}" for i in range(m)), *(f"consumer{i}" for i in range(n))]
         control, gcs = f"tcp://{address[0]}:{free_port()}", f"{address[0]}:{free_port()}"
         need_ray = any("-ray" in p or p.startswith(procs_of.ON_RAY) for p in self.paths)
-        for i, ip in enumerate(address) if need_ray else ():
+        rays = address if hosts else [get_node_ip()] if need_ray else []  # Ray takes the loopback address for this one wherever it is named
+        gcs = f"{rays[0]}:{gcs.rpartition(':')[2]}" if need_ray else gcs
+        for i, ip in enumerate(rays) if need_ray else ():
             where = ["--head", f"--port={gcs.rpartition(':')[2]}", "--include-dashboard=false"] if i == 0 else [f"--address={gcs}"]
             memory = f"--object-store-memory={max(1 << 30, 3 * self.largest)}"
             ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={ip}", memory, "--num-cpus=64", "--block"]
@@ -98,7 +106,7 @@ class Session:
             self._spawn(f"ray{i}", i, [*ray, f"--temp-dir={self.folder}/ray"] if i == 0 else [*again, *ray])
         shared = {"m": m, "n": n, "address": control, "ipc": f"ipc://{self.folder}/control", "folder": str(self.folder), "ray": gcs}
         for name in names:
-            spec = shared | {"name": name, "host": address[of(name)]}
+            spec = shared | {"name": name, "host": address[of(name)], "ray_host": rays[of(name)] if need_ray else ""}
             role = name.rstrip("0123456789")
             self._spawn(name, of(name), [sys.executable, "-m", "benchmarks.dataplane_procs", role, json.dumps(spec)])
         self.sock: Any = zmq.Context.instance().socket(zmq.DEALER)

@@ -87,7 +87,7 @@ class Party:
         while ("-ray" in path or path.startswith(ON_RAY)) and not ray().is_initialized():
             try:
                 quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-                ray().init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["host"], **quiet)
+                ray().init(address=self.spec["ray"], namespace="bench", _node_ip_address=self.spec["ray_host"], **quiet)
             except Exception:  # of many types
                 if time.monotonic() > deadline:
                     raise
@@ -105,7 +105,9 @@ class Party:
 
     def ray_drop(self) -> None:
         if self.held:
-            ray()._private.internal_api.free(self.held)  # references that were pickled by hand keep their objects for ever
+            core = ray()._private.worker.global_worker.core_worker
+            for ref in self.held:
+                core.remove_object_ref_reference(ref)  # one that was pickled by hand keeps its object for ever
             self.held = []
 
     def close(self) -> None:
