@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import json
+import os
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from vime.data import plane
 from vime.data.payload import fields_of, samples_of
 from vime.errors import VimeError
 from vime.sample import Sample, Status
+from vime.sections import DataPlaneConfig
 
 text = st.text(st.characters(), max_size=8)  # lone surrogates included
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | text
@@ -167,3 +170,16 @@ def test_arenas_are_used_again_only_when_nothing_refers_to_them():
     arenas.drop = lambda arena: dropped.append(arena.nbytes)
     del held
     assert arenas.take(3 << 20).nbytes == 3 << 20 and dropped == [1 << 20] * 2
+
+
+def test_what_a_killed_run_left_in_shared_memory_goes_when_it_starts_again(tmp_path: Path):
+    """Without a close: the next start on the same folder has the whole budget, and may use the same keys."""
+    settings, group = DataPlaneConfig(budget_bytes=1 << 20), {"left/g0/driver-0": {"tokens": np.zeros(200_000, np.int32)}}
+    run = f"left-{os.getpid()}"
+    plane.open_store(plane.Plane(settings, run, 1, tmp_path).spec, "driver").put(group)
+    again = plane.Plane(settings, run, 1, tmp_path)
+    try:
+        store = plane.open_store(again.spec, "driver")
+        assert store.get(store.put(group))[0]["tokens"].size == 200_000
+    finally:
+        again.close()

@@ -398,9 +398,9 @@ class Plane:
     def __init__(self, settings: DataPlaneConfig, run: str, workers: int, folder: Path, host: str = "127.0.0.1"):
         self.folder, self.running, m = folder, dict[str, tuple[list[str], bytes, Child]](), settings.mooncake
         self.queue: Any = None
-        room = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-        if settings.on_mooncake:
-            room = m.segment_bytes * (m.processes if m.storage == "processes" else workers) // m.replicas
+        shutil.rmtree(folder_of(Spec(settings, run, 0)), ignore_errors=True)  # left by a run that was killed
+        segments = m.processes if m.storage == "processes" else workers
+        room = m.segment_bytes * segments // m.replicas if settings.on_mooncake else os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
         self.spec = Spec(settings, run, settings.budget_bytes or int(0.7 * room), m.master or f"{host}:{free_port()}")
         try:
             if settings.on_mooncake:
