@@ -262,7 +262,8 @@ class Run:
     tokens: int = 0
 
     def save(self, folder: Path) -> None:
-        (folder / "run.json").write_text(json.dumps(asdict(self), indent=1), "utf-8")
+        (folder / "run.new").write_text(json.dumps(asdict(self), indent=1), "utf-8")
+        (folder / "run.new").replace(folder / "run.json")  # whole or not at all: half a file would stop every later loop
 
 
 def open_run(p: Pair) -> Run | None:

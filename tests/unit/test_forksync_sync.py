@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forksync import base as knowledge
 from forksync.git import ForksyncError, Git
 from forksync.mirror import Chain
-from forksync.sync import merge, pair
+from forksync.sync import merge, open_run, pair
 from forksync.table import Table, TableFile, parsed
 from tests.unit import forksync_kit as kit
 from tests.unit.forksync_kit import commit, edit, git, run, write
@@ -204,6 +204,23 @@ def test_loop_stops_when_the_forks_branch_moves(toy):
     write(fork, {"birch/part_1.py": (fork / "birch/part_1.py").read_text() + "# more\n"})
     commit(fork, "meanwhile")
     assert run(fork, "fix") == 6
+
+
+def test_a_run_that_is_killed_while_it_is_saved_goes_on(toy, monkeypatch):
+    upstream, fork = toy
+    kit.upstream_moves(upstream)
+    assert run(fork, "sync") == 3
+    p, write_text = pair(fork), Path.write_text
+    before = open_run(p)
+
+    def killed(file, text, *args):
+        write_text(file, text[: len(text) // 2], *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        before.save(p.state())
+    assert open_run(p) == before
 
 
 def test_kinds_of_conflicts(toy):
