@@ -17,8 +17,10 @@ class Section(BaseModel):
         """An override without a value (rollout.custom_generate=) takes away what the file says, of keys that may be unset."""
         if type(value) is int and abs(value) >= 2**63:
             raise ValueError("a number of more than 64 bits")
-        may_be = NoneType in get_args(cls.model_fields[info.field_name or ""].annotation)
-        return None if value == "" and may_be else value
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if type(value) is bool and {int, float} & {kind, *get_args(kind)} and bool not in get_args(kind):
+            raise ValueError("a number is wanted, not true or false")
+        return None if value == "" and NoneType in get_args(kind) else value
 
 
 class EngineTable(Section):

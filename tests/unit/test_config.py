@@ -100,6 +100,8 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["seed=4000000000"], r"seed: Input should be less than 2147483648 \(got 4000000000\)"),
         (["train.steps=12345678901234567890123456"], "train.steps: a number of more than 64 bits"),
         (["rollout.request_timeout=1e300"], "rollout.request_timeout: Input should be less than or equal to"),
+        (["lora.rank=true"], "lora.rank: a number is wanted, not true or false"),
+        (["data_plane.timeout=true"], "data_plane.timeout: a number is wanted"),
         (["seed=-1"], "seed: Input should be greater"),
         (["rollout.request_timeout=0.5"], "rollout.request_timeout: Input should be greater than or equal to 1"),
         (["rollout.stop=['x', '']"], "rollout.stop.1: String should have at least 1 character"),
