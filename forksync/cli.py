@@ -241,9 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         act: Callable[[Pair, argparse.Namespace], int] = globals().get(f"act_{args.verb}", act_check)
         return act_init(args) if args.verb == "init" else act(pair(Path(args.root)), args)
-    except ForksyncError as e:
-        print(f"forksync: {e}", file=sys.stderr)
-        return e.code
+    except (ForksyncError, OSError, ValueError, LookupError, TypeError, AssertionError) as e:  # 1 would be a verdict
+        print(f"forksync: {e if isinstance(e, ForksyncError) else f'{type(e).__name__}: {e}'}", file=sys.stderr)
+        return e.code if isinstance(e, ForksyncError) else 2
     except KeyboardInterrupt:
         return 130
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forksync import cli
 from forksync.base import Config
 from forksync.table import parsed
 from tests.unit import forksync_kit as kit
@@ -47,3 +48,12 @@ def test_the_example_of_a_fork_of_vime():
     assert [g.kind for g in config.gate] == ["functional", "precision", "convergence"]
     assert config.gate[1].run == config.gate[2].run, "one set of runs for both"
     assert all("vime.cli parity" in g.judge for g in config.gate[1:])
+
+
+def test_what_cannot_be_read_is_one_line_and_no_verdict(tmp_path, capsys):
+    """Exit code 1 says that there are unsigned differences; a missing file is none."""
+    upstream = kit.repository(tmp_path / "up", {"a.py": "x = 1\n"})
+    fork = kit.repository(tmp_path / "fork", {"a.py": "x = 1\n"})
+    assert cli.main(["-C", str(fork), "init", "--upstream", str(upstream), "--table", "nope.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("forksync: FileNotFoundError: ") and "nope.toml" in said and said.count("\n") == 1
