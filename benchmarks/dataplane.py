@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 import statistics
 import sys
@@ -46,6 +47,9 @@ SWEEP = [(2, 2), (4, 2), (16, 8)]  # and the one of all cells; 4 items of routin
 SWEPT = ["numpy", "numpy-ray", "shm", "ray", "mooncake", "zmq"]
 SLOW = 4.0  # seconds; a path that takes longer has two timed rounds
 PATIENCE = 300.0  # seconds for one call
+
+
+TOKEN = secrets.token_hex(32)  # of the Ray that a session starts
 
 
 def get_node_ip() -> str:
@@ -85,7 +89,7 @@ class Session:
 
     def _spawn(self, name: str, host: int, cmd: list[str]) -> None:
         inside = self.hosts.inside(host) if self.hosts else []
-        env = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+        env = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(Path(__file__).resolve().parent.parent), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         self.children[name] = spawn([*inside, *cmd], self.folder / f"{name}.log", env)
         self.stack.callback(self.children[name].stop)
 

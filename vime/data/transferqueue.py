@@ -77,7 +77,8 @@ class Queue(Store):
         held = self.ask(self.tq.kv_list, self.spec.run).get(self.spec.run, {})
         if taken := held.keys() & set(keys):
             raise DuplicateKey(f"group {min(taken)} is stored already, in TransferQueue")
-        need, used = sum(map(len, objects)), sum(tag["nbytes"] for tag in held.values())
+        # a key whose put is under way has no tag yet
+        need, used = sum(map(len, objects)), sum((tag or {}).get("nbytes", 0) for tag in held.values())
         if used + need > self.spec.budget:
             raise StoreFull(f"TransferQueue: {need} bytes do not fit, {used} of {self.spec.budget} are taken", "raise data_plane.budget_bytes")
         column = torch.nested.as_nested_tensor([torch.from_numpy(o) for o in objects], layout=torch.jagged)
