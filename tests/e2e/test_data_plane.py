@@ -42,6 +42,18 @@ def test_training_is_the_same_bit_by_bit_over_every_backend(tmp_path, tiny_model
     assert len(set(found.values())) == 1, found
 
 
+def test_ranks_that_train_the_same_samples_share_one_pull(tmp_path, tiny_model, reverse_prompts, tiny_server):
+    """Two ranks of one replica: over the network one reads and the other gets its bytes, in shared memory both read. The same weights."""
+    found = set()
+    for name in ("shm", "mooncake"):
+        with job(tmp_path, tiny_model, reverse_prompts, name, parallel={"tp": 2}, **made_up(tiny_server, **BACKENDS[name])) as j:
+            assert j.run() == 0, j.printed[-3000:]
+            check_complete(j, 2)
+            (weights,) = (j.folder / "checkpoints" / "step_000002" / "hf").glob("*.safetensors")
+            found.add(hashlib.sha256(weights.read_bytes()).hexdigest())
+    assert len(found) == 1
+
+
 def test_bytes_that_are_lost_are_generated_again(tmp_path, tiny_model, reverse_prompts, tiny_server, monkeypatch):
     """A group of step 2 loses its bytes between rollout and training: the step waits for it, every sample is trained once."""
     monkeypatch.setenv("LOST_ONCE", str(tmp_path / "lost"))
