@@ -269,17 +269,15 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
         nonlocal saved
         state, groups = pool.snapshot()
 
-        def fill(tmp: Path) -> None:
+        def fill(tmp: Path, keep: int | None = None) -> None:
             cluster.save_groups(tmp / GROUPS, groups)
-            cluster.save(tmp)
+            cluster.save(tmp, keep)
 
         if not cfg.checkpoint.async_save:
             checkpoint.write(folder / "checkpoints", step, {"step": step} | state, fill, cfg.checkpoint.keep)
         else:
             cluster.flush()
-            tmp = checkpoint.begin(folder / "checkpoints", step, {"step": step} | state)
-            cluster.save_groups(tmp / GROUPS, groups)
-            cluster.save(tmp, cfg.checkpoint.keep)
+            fill(checkpoint.begin(folder / "checkpoints", step, {"step": step} | state), cfg.checkpoint.keep)
             if step == cfg.train.steps or interrupt.requested:
                 cluster.flush()
         saved = step

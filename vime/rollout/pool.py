@@ -175,6 +175,7 @@ class Pool:
             self.pump(1.0)
             self.refuse_to_drop_all()
         self.ready = [f for f in self.ready if f not in chosen]
+        self.ledger.lease([f.group_index for f in chosen], f"step {self.step}", math.inf)
         self.close(chosen)
         return sorted(chosen, key=lambda f: f.group_index)
 
@@ -200,7 +201,6 @@ class Pool:
                 self.counts[f"dropped_{f.reason}"] += 1
                 self.ledger.drop([f.group_index], f.reason)
         self.spares = []
-        self.ledger.lease([f.group_index for f in chosen], f"step {self.step}", math.inf)
         if self.cfg.train.mode == "sync":
             self.interrupt()
         self.step += 1

@@ -295,10 +295,11 @@ class Actor(RolloutWorker):
     async def put(self, group_index: int, group: list[Sample]) -> Ref:
         """Bytes first, then the reference: what a report names can be read. A full store is waited for."""
         end = time.monotonic() + self.cfg.rollout.request_timeout
+        fields = await asyncio.to_thread(fields_of, group)
         while True:
             key = f"{self.cfg.name}/g{group_index}/{self.label}-{next(self.attempt)}"
             try:
-                return (await asyncio.to_thread(self.store.put, {key: fields_of(group)}))[0]
+                return (await asyncio.to_thread(self.store.put, {key: fields}))[0]
             except StoreFull:
                 if time.monotonic() > end:
                     raise

@@ -21,8 +21,8 @@ class Feed:
     experts a rank reads its own stages' only. A collective, and so are its methods."""
 
     def __init__(self, spec: Spec, trainer: Trainer):
-        self.at, rank = trainer.layout, trainer.rank
-        at, self.total = self.at, trainer.model.config.get_text_config().num_hidden_layers
+        self.at = at = trainer.layout
+        self.total = trainer.model.config.get_text_config().num_hidden_layers
         layers = self.total if trainer.cfg.rollout.routing_replay else 0
         own = [i for stage in at.stages for i in at.layers(stage, layers)]
         self.ranges = {ROUTING: (min(own), max(own) + 1)} if own and len(own) < layers else {}
@@ -35,7 +35,7 @@ class Feed:
                 ranks = [r for r, w in enumerate(where) if w == key]
                 group = dist.new_group(ranks) if len(ranks) > 1 else None
                 self.group = group if key == mine else self.group
-        self.store = open_store(spec) if self.group is None or rank == self.first else None
+        self.store = open_store(spec) if self.group is None or trainer.rank == self.first else None
 
     def pull(self, step: int, refs: list[Ref]) -> tuple[list[Sample], list[str]]:
         """The samples of these groups, and the keys that are lost for any rank; where there are such, no samples."""
@@ -63,11 +63,10 @@ class Feed:
         """The first rank's groups on all ranks of the host that share them."""
         heads = [layout(g) for g in groups]
         sizes = self._sent(torch.tensor([size for _, size in heads] if groups else [0] * n, dtype=torch.int64))
-        whole = np.empty(int(sizes.sum()), np.uint8)
-        parts = np.split(whole, np.cumsum(sizes.numpy())[:-1])
-        for (head, _), fields, part in zip(heads, groups, parts):
+        cuts, whole = np.cumsum(sizes.numpy())[:-1], np.empty(int(sizes.sum()), np.uint8)
+        for (head, _), fields, part in zip(heads, groups, np.split(whole, cuts)):
             pack(head, fields, part)
-        parts = np.split(self._sent(torch.from_numpy(whole)).numpy(), np.cumsum(sizes.numpy())[:-1])
+        parts = np.split(self._sent(torch.from_numpy(whole)).numpy(), cuts)
         return [unpack("", p.copy() if p.ctypes.data % 64 else p) for p in parts]
 
     def _sent(self, t: torch.Tensor) -> torch.Tensor:
