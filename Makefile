@@ -45,7 +45,7 @@ docs: install ## write docs/config.md anew
 # Maintainers: resolve both locks anew. `+cpu` wheels: from pytorch.org, or a local folder (make lock TORCH_CPU="--find-links DIR").
 TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match
 COMPILE := $(BIN)/uv pip compile -q --no-header --no-annotate --python-platform x86_64-manylinux_2_28 \
-           --extra dataplane --extra demo --extra dev --extra forksync --extra lora --extra trackers pyproject.toml
+           --extra agents --extra dataplane --extra demo --extra dev --extra docs --extra forksync --extra lora --extra observe --extra trackers pyproject.toml
 lock: ## resolve requirements/cpu.txt and cuda.txt anew (maintainers)
 	@rm -f requirements/cpu.txt requirements/cuda.txt  # an old output would hold back newer versions
 	@$(COMPILE) requirements/cpu.in --extra cpu --python-version 3.11 $(TORCH_CPU) --overrides requirements/overrides.txt -o requirements/cpu.txt >/dev/null

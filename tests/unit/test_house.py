@@ -2,9 +2,11 @@
 
 import ast
 import importlib.metadata
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -18,8 +20,8 @@ from vime import config
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCKS = {f: [f, "dataplane", "demo", "dev", "forksync", "lora", "trackers"] for f in ("cpu", "cuda")}  # lock -> extras that it holds
-MAX_FILE, MAX_PRODUCT, MAX_FORKSYNC = 500, 12_000, 2_000  # lines
+LOCKS = {f: [f, "agents", "dataplane", "demo", "dev", "docs", "forksync", "lora", "observe", "trackers"] for f in ("cpu", "cuda")}  # lock -> extras that it holds
+MAX_FILE, MAX_PRODUCT, MAX_FORKSYNC = 500, 12_000, 2_000  # lines of a file; lines of code
 
 
 def sources(*folders: str) -> list[Path]:
@@ -51,11 +53,21 @@ def test_no_file_is_too_long():
     assert not long, f"over {MAX_FILE} lines: {long}"
 
 
-def test_product_stays_small():
-    total = sum(len(p.read_text().splitlines()) for p in sources("vime"))
-    assert total < MAX_PRODUCT, f"vime/ has {total} lines of {MAX_PRODUCT}"
-    total = sum(bool(line.strip()) for p in sources("forksync") for line in p.read_text().splitlines())
-    assert total < MAX_FORKSYNC, f"forksync/ has {total} lines that aren't blank, of {MAX_FORKSYNC}"
+def code_lines(path: Path) -> int:
+    """Lines that hold code, as cloc counts them: neither blank, nor a comment, nor a docstring. Explaining more must never cost room."""
+    text = path.read_text()
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    held = {n for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in layout for n in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+            held -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(held)
+
+
+@pytest.mark.parametrize(("package", "most"), [("vime", MAX_PRODUCT), ("forksync", MAX_FORKSYNC)])
+def test_product_stays_small(package, most):
+    total = sum(code_lines(p) for p in sources(package))
+    assert total < most, f"{package}/ has {total} lines of code, of {most}"
 
 
 @pytest.mark.parametrize("flavour", LOCKS)
@@ -92,7 +104,7 @@ def test_environment_is_the_lock():
 
 def test_every_import_is_declared():
     """What vime imports is a direct dependency in pyproject.toml, not something that another package happens to bring."""
-    declared = {canonicalize_name(r.name) for r in requirements(["cpu", "cuda", "dataplane", "demo", "lora", "trackers"])}
+    declared = {canonicalize_name(r.name) for r in requirements(["agents", "cpu", "cuda", "dataplane", "demo", "lora", "observe", "trackers"])}
     alone = {canonicalize_name(Requirement(t).name) for t in PROJECT["optional-dependencies"]["forksync"]}
     owners = importlib.metadata.packages_distributions()
     missing = set()
