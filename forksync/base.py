@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from forksync.git import ForksyncError
 from forksync.hunks import DIFF, Hunk, fingerprint
@@ -44,15 +44,21 @@ class Lint(Strict):
 
 class Metric(Strict):
     max: float | None = None
-    tost: float | None = None
-    window: int = 20
+    tost: float | None = Field(None, gt=0)
+    window: int = Field(20, ge=1)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Metric:
+        if (self.max is None) == (self.tost is None):
+            raise ValueError("give max (an absolute bound) or tost (a margin of equivalence), one of the two")
+        return self
 
 
 class Gate(Strict):
     name: str
     kind: Literal["functional", "precision", "convergence"]
-    run: str
-    timeout_s: float = 900
+    run: str = Field(min_length=1)
+    timeout_s: float = Field(900, gt=0)
     run_upstream: bool = False
     seeds: int = Field(1, ge=1)
     judge: str = ""
@@ -65,9 +71,18 @@ class Fixer(Strict):
     argv: list[str] = []
     base_url: str = ""
     model: str = ""
-    max_tokens: int = 4096
+    max_tokens: int = Field(4096, ge=1)
     api_key_env: str = ""
-    timeout_s: float = 300
+    timeout_s: float = Field(300, gt=0)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Fixer:
+        needs = {"command": ["argv"], "openai": ["base_url", "model"]}.get(self.kind, [])
+        if lacking := [k for k in needs if not getattr(self, k)]:
+            raise ValueError(f'a fixer of kind "{self.kind}" needs {" and ".join(lacking)}')
+        if self.kind == "openai" and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url {self.base_url!r} is no http:// or https:// address")
+        return self
 
 
 class Guard(Strict):
@@ -75,15 +90,15 @@ class Guard(Strict):
 
     tests: list[str] = ["tests/*", "*/tests/*", "test_*", "*/test_*", "conftest.py", "*/conftest.py"]
     protected: list[str] = [f"{FOLDER}*", ".git*", ".buildkite/*", ".circleci/*", ".pre-commit-config.yaml", "Jenkinsfile", "Makefile", "pytest.ini", "tox.ini"]
-    max_lines: int = 400
+    max_lines: int = Field(400, ge=1)
 
 
 class Loop(Strict):
-    max_iterations: int = 8
-    stall: int = 2
-    per_item_attempts: int = 3
-    budget_s: float = 3600
-    budget_tokens: int = 400_000
+    max_iterations: int = Field(8, ge=1)
+    stall: int = Field(2, ge=1)
+    per_item_attempts: int = Field(3, ge=1)
+    budget_s: float = Field(3600, ge=0)
+    budget_tokens: int = Field(400_000, ge=0)
 
 
 class Config(Strict):
@@ -164,6 +179,14 @@ def digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def put(file: Path, text: str) -> None:
+    """Write a file whole or not at all: half a ledger would read like somebody's edit."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.new")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+
+
 @dataclass
 class Base:
     """.forksync as read. `save` writes ledger and lock; audit lines are added by `log`."""
@@ -174,10 +197,11 @@ class Base:
     lock: Lock
     ledger: dict[str, Ledgered]
     audit: list[dict[str, Any]]
+    name: str = FOLDER
 
     @property
     def folder(self) -> Path:
-        return self.root / FOLDER
+        return self.root / self.name
 
     def active(self, path: str) -> list[Entry]:
         return [e for e in self.ledger.get(path, Ledgered()).d if e.status != "retired"]
@@ -202,13 +226,12 @@ class Base:
         for path in self.ledger if paths is None else paths:
             file = self.folder / "ledger" / f"{path}.toml"
             if self.ledger[path].d:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(tomli_w.dumps(self.ledger[path].model_dump(by_alias=True, exclude_defaults=True)), encoding="utf-8")
+                put(file, tomli_w.dumps(self.ledger[path].model_dump(by_alias=True, exclude_defaults=True)))
             else:
                 file.unlink(missing_ok=True)
         self.lock.baseline = min(self.lock.baseline, self.baseline())
         self.lock.ledger_sha, self.lock.audit = self.ledger_sha(), self.audit[-1]["hash"]
-        (self.folder / "lock.toml").write_text(tomli_w.dumps(self.lock.model_dump()), encoding="utf-8")
+        put(self.folder / "lock.toml", tomli_w.dumps(self.lock.model_dump()))
 
     def faults(self) -> list[str]:
         """What is wrong with the folder itself: table or ledger changed without a person's command, audit broken, sign-offs that nobody gave."""
@@ -216,7 +239,8 @@ class Base:
         if (self.lock.table_sha, self.lock.diff, self.lock.tool) != (self.table.sha, DIFF, TOOL):
             out.append("translation.toml (or forksync's format) is not that of lock.toml: run `forksync rebaseline`, in a commit of its own")
         if self.lock.ledger_sha != self.ledger_sha():
-            out.append("the ledger is not the one of lock.toml (edited by hand, or branches merged): look at it, then `forksync rebaseline`")
+            what = "the ledger is not the one of lock.toml (edited by hand, branches merged, or a command was killed)"
+            out.append(f"{what}: look at `git diff {FOLDER}`, then `forksync rebaseline`, or `git checkout {FOLDER}` to go back")
         known, signs = {""}, set()
         for i, line in enumerate(self.audit):
             if line.get("prev") not in known or digest({k: v for k, v in line.items() if k != "hash"}) != line.get("hash"):
@@ -225,7 +249,7 @@ class Base:
             known.add(line["hash"])
             signs |= {(p, fp) for p, fp in line.get("signs", [])}
         if self.lock.audit not in known:
-            out.append("audit.jsonl lacks its last line of lock.toml: it was shortened")
+            out.append("audit.jsonl lacks its last line of lock.toml: it was shortened; restore it from git")
         for path, e in ((p, e) for p, f in self.ledger.items() for e in f.d):
             if e.fp != fingerprint(path, e.kind, *e.sides):
                 out.append(f"ledger/{path}.toml: {e.id}: old and new don't have its fingerprint")
@@ -245,4 +269,6 @@ def read(root: Path) -> Base:
             audit.append(json.loads(line))
         except json.JSONDecodeError as e:
             raise ForksyncError(f"{folder}/audit.jsonl line {i + 1} is no JSON: {e}", "restore it from git") from e
+    if config.lint.known and not (root / config.lint.known).is_file():
+        raise ForksyncError(f"{folder}/config.toml: lint.known = {config.lint.known!r}: no such file in {root}", "a file of names, one or more a line")
     return Base(root, config, Table(load(TableFile, folder / "translation.toml"), folder / "translation.toml"), lock, ledger, audit)

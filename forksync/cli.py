@@ -18,7 +18,7 @@ from forksync import people, report
 from forksync.base import FOLDER
 from forksync.fix import round_of
 from forksync.gate import Result, check
-from forksync.git import GATE, OPEN, ForksyncError, Git
+from forksync.git import GATE, LOCKED, OPEN, ForksyncError, Git
 from forksync.sync import MINUTES, Pair, Plan, Run, open_run, pair, plan, sync
 from forksync.verify import gates, loop, verify
 
@@ -99,7 +99,7 @@ def act_init(args: argparse.Namespace) -> int:
 
 def act_mirror(p: Pair, args: argparse.Namespace) -> int:
     chain, end = p.chain, p.upstream.commit(args.to) if args.to else p.tip()
-    made = again = chain.build(p.upstream.commit(p.base.lock.upstream_commit), end)
+    made = again = chain.build(p.upstream.commit(p.base.lock.upstream_commit, LOCKED), end)
     if args.check:
         again = p.chain.build(next(iter(chain.commits)), end, "refs/forksync/check")
         p.fork.run("update-ref", "-d", "refs/forksync/check")
@@ -113,7 +113,9 @@ def act_mirror(p: Pair, args: argparse.Namespace) -> int:
 def outline(made: Plan) -> list[str]:
     m, kinds = made.merged, Counter(i.kind for i in made.merged.items)
     text = f"upstream {made.old[:10]}..{made.new[:10]}: {made.commits} commits change {len(m.changed)} files; {len(m.clean)} merge clean, {len(m.kept)} stay as they are"
-    kept = [f"upstream changed, the fork keeps its own: {', '.join(m.kept[:6])}{' ...' * (len(m.kept) > 6)}"] * bool(m.kept)
+    back = f"upstream was reset or its history rewritten: {made.gone} commits up to {made.old[:10]}, which the fork follows, are not in {made.new[:10]}"
+    kept = [back] * bool(made.gone)
+    kept += [f"upstream changed, the fork keeps its own: {', '.join(m.kept[:6])}{' ...' * (len(m.kept) > 6)}"] * bool(m.kept)
     minutes = sum(MINUTES[i.kind] for i in m.items)
     return [text, *kept, f"items: {', '.join(f'{k} {n}' for k, n in kinds.most_common()) or 'none'}; about {minutes} minutes of a person"]
 
@@ -179,7 +181,7 @@ def act_retire(p: Pair, args: argparse.Namespace) -> int:
 
 
 def act_rebaseline(p: Pair, args: argparse.Namespace) -> int:
-    at = p.upstream.commit(p.base.lock.upstream_commit)
+    at = p.upstream.commit(p.base.lock.upstream_commit, LOCKED)
     mirror = p.fork.tree_of(p.chain.build(at, at))
     counts = people.rebaseline(p.base, p.fork, mirror, p.fork.worktree_tree(), person(args), args.adopt)
     p.fork.run("update-ref", "refs/forksync/tree", mirror)
@@ -211,9 +213,11 @@ def act_check(p: Pair, args: argparse.Namespace) -> int:
         hint = "forksync sign PATH --reason WHY, or change the code; forksync explain PATH tells more"
         return done(p, "check", result.code, result, None, notes=notes, next=hint * bool(result.findings))
     if args.verb == "status":
-        behind = len(p.chain.path(p.upstream.commit(p.base.lock.upstream_commit), p.tip()))
+        behind = len(p.chain.path(p.upstream.commit(p.base.lock.upstream_commit, LOCKED), p.tip()))
         classes = Counter(e.klass or e.kind for f in p.base.ledger.values() for e in f.d if e.status == "signed")
-        print(f"{p.fork.path} is at upstream {p.base.lock.upstream_commit[:10]}, {behind} commits behind")
+        gone = len(p.chain.path(p.tip(), p.upstream.commit(p.base.lock.upstream_commit, LOCKED)))
+        away = f"; {gone} of its commits are no longer in upstream, which was reset or rewritten" * bool(gone)
+        print(f"{p.fork.path} is at upstream {p.base.lock.upstream_commit[:10]}, {behind} commits behind{away}")
         print(f"  signed {result.signed} ({', '.join(f'{k} {n}' for k, n in classes.most_common())}), baseline {result.baseline}, findings {len(result.findings)}")
         print("\n".join(f"  {n:5d} hunks  {path}" for path, n in Counter(h.path for h in result.hunks).most_common(9)))
         return 10 if args.exit_code and behind else 0

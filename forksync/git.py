@@ -11,6 +11,7 @@ UNSIGNED, USAGE, OPEN, GATE, STUCK, SAFETY, ENVIRONMENT = 1, 2, 3, 4, 5, 6, 7  #
 # What would let a user's own settings change a result, or run a user's programs
 FIXED = "core.quotePath=false core.hooksPath=/dev/null core.attributesFile=/dev/null core.autocrlf=false commit.gpgSign=false gc.auto=0"
 GIT = ["git", *(x for key in FIXED.split() for x in ("-c", key))]
+LOCKED = " of lock.toml"
 Entry = tuple[str, str]  # mode, object id
 Tree = dict[str, Entry]
 
@@ -60,7 +61,9 @@ class Git:
     def commit(self, name: str, what: str = "") -> str:
         """Full id of a commit. Raises: ForksyncError (7) where there is none of that name."""
         if not (found := self.ref(f"{name}^{{commit}}")):
-            raise ForksyncError(f"{self.path} has no commit {name!r}{what}", "fetch it, or give another name", ENVIRONMENT)
+            fix = "fetch it, or give another name"
+            fix += "; if upstream was replaced or rewritten, bring the old commit from another clone" * (what == LOCKED)
+            raise ForksyncError(f"{self.path} has no commit {name!r}{what}", fix, ENVIRONMENT)
         return found
 
     def read(self, oid: str) -> bytes | None:

@@ -63,6 +63,8 @@ class Chain:
             lines = []
             for p, entry in ((p, e) for p, e in changed.items() if e):
                 name = self.table.path(p)
+                if {"", ".", ".."} & set(name.split("/")):
+                    raise ForksyncError(f"{self.table.where}: {p} becomes {name!r}, which is no path inside a repository", "make a path rule narrower")
                 if names.setdefault(name, p) != p:
                     raise ForksyncError(f"{self.table.where}: upstream's {names[name]} and {p} both become {name}", "make a path rule narrower")
                 mode, oid = entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -51,28 +52,33 @@ def init(root: Path, upstream: str, ref: str, branch: str, table: str, rename: s
     folder, local = fork.path / FOLDER, Path(fork.path, upstream).is_dir()
     if folder.exists():
         raise ForksyncError(f"{folder} is there already", "remove it to begin again, or use `forksync rebaseline`")
-    if rename and "=" not in rename:
-        raise ForksyncError(f"--rename {rename!r} is not UPSTREAM=FORK", "for example --rename slime=vime")
+    old, _, new = rename.partition("=")
+    if rename and (not all(re.fullmatch(r"\w(?:[\w.-]*\w)?", name, re.A) for name in (old, new)) or old == new):
+        raise ForksyncError(f"--rename {rename!r} is not UPSTREAM=FORK, two different names", "for example --rename slime=vime")
+    part = fork.path / f"{FOLDER}.part"
+    shutil.rmtree(part, ignore_errors=True)  # of an init that was killed
     if not local:
         fork.run("fetch", "-q", "--no-tags", upstream, f"+{ref}:refs/forksync/upstream")
     source = opened(Path(fork.path, upstream), "upstream") if local else fork
-    text = Path(table).read_text("utf-8") if table else renames(*rename.split("=", 1)) if rename else ""
+    text = Path(table).read_text("utf-8") if table else renames(old, new) if rename else ""
     chain = Chain(fork, source, Table(parsed(TableFile, text, table or "translation.toml")))
     tip, tree = source.commit(ref if local else "refs/forksync/upstream"), fork.worktree_tree()
     commit, frozen = (source.commit(at), {}) if at else best_commit(chain, tip, tree, last)
     chain.build(commit, tip)
     config = Config(pair=Pair(upstream=upstream, ref=ref, branch=branch))
     lock = Lock(upstream_commit=commit, mirror_tree=fork.tree_of(chain.commits[commit]), table_sha=chain.table.sha)
-    base = Base(fork.path, config, chain.table, lock, {}, [])
-    folder.mkdir()
+    base = Base(fork.path, config, chain.table, lock, {}, [], part.name)
+    part.mkdir()
     template = Path(__file__).with_name("config.toml").read_text("utf-8")
-    (folder / "config.toml").write_text(tomli_w.dumps({"pair": config.pair.model_dump()}) + template, "utf-8")
-    (folder / "translation.toml").write_text(text, "utf-8")
-    (folder / ".gitattributes").write_text("audit.jsonl merge=union\n")
+    (part / "config.toml").write_text(tomli_w.dumps({"pair": config.pair.model_dump()}) + template, "utf-8")
+    (part / "translation.toml").write_text(text, "utf-8")
+    (part / ".gitattributes").write_text("audit.jsonl merge=union\n")
     add(base, between(fork, lock.mirror_tree, tree), "baseline", frozen)
     lock.baseline = base.baseline()
     base.log("init", "init", upstream=commit, baseline=lock.baseline)
     base.save()
+    part.rename(folder)  # all of it, or nothing
+    base.name = FOLDER
     return base, frozen
 
 

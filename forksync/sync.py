@@ -12,7 +12,7 @@ from pathlib import Path
 from forksync import base as knowledge
 from forksync.base import FOLDER, Base, Ledgered
 from forksync.gate import Result, Sides, check, refreshed
-from forksync.git import ENVIRONMENT, SAFETY, Entry, ForksyncError, Git, Tree, opened
+from forksync.git import ENVIRONMENT, LOCKED, SAFETY, Entry, ForksyncError, Git, Tree, opened
 from forksync.hunks import fingerprint
 from forksync.mirror import Chain
 
@@ -152,7 +152,7 @@ class Pair:
         same = lock.table_sha == self.base.table.sha
         if same and lock.mirror_tree and self.fork.ref("refs/forksync/tree") == lock.mirror_tree:
             return lock.mirror_tree
-        at = self.upstream.commit(lock.upstream_commit, " of lock.toml")
+        at = self.upstream.commit(lock.upstream_commit, LOCKED)
         tree = self.fork.tree_of(self.chain.build(at, at))
         if same and lock.mirror_tree and tree != lock.mirror_tree:
             what = f"the mirror of {lock.upstream_commit[:10]} is {tree[:10]}, lock.toml says {lock.mirror_tree[:10]}"
@@ -193,12 +193,13 @@ class Plan:
     new_mirror: str
     merged: Merged
     commits: int
+    gone: int = 0  # commits of `old` that `new` no longer has: upstream was reset or its history rewritten
 
 
 def plan(p: Pair, to: str = "") -> Plan:
     """What a sync would do; writes nothing but mirror objects."""
     tip = p.tip()
-    old, new = p.upstream.commit(p.base.lock.upstream_commit, " of lock.toml"), p.upstream.commit(to) if to else tip
+    old, new = p.upstream.commit(p.base.lock.upstream_commit, LOCKED), p.upstream.commit(to) if to else tip
     if faults := p.base.faults():
         raise ForksyncError(f"{FOLDER}: {faults[0]}", "put .forksync in order before a sync")
     fork, chain = p.fork.commit(p.base.config.pair.branch, " (pair.branch in config.toml)"), p.chain
@@ -213,7 +214,7 @@ def plan(p: Pair, to: str = "") -> Plan:
     merged.items += _to_review(p, merged, before, after, fork)
     for n, item in enumerate(merged.items):
         item.id = f"I-{n + 1}"
-    return Plan(old, new, fork, old_mirror, new_mirror, merged, len(chain.path(old, new)))
+    return Plan(old, new, fork, old_mirror, new_mirror, merged, len(chain.path(old, new)), len(chain.path(new, old)))
 
 
 def touching(git: Git, old: str, new: str, path: str) -> list[dict[str, str]]:
@@ -293,7 +294,11 @@ def sync(p: Pair, to: str = "", anew: bool = False) -> tuple[Plan, Run, Result]:
     if not backup.exists():
         for older in sorted(p.state().glob("backup-*.bundle"), key=lambda f: f.stat().st_mtime)[:-1]:
             older.unlink()
-        git.run("bundle", "create", "-q", str(backup), p.base.config.pair.branch)
+        part = p.state() / "backup.part"
+        for left in (part, part.with_name("backup.part.lock")):  # of a sync that was killed
+            left.unlink(missing_ok=True)
+        git.run("bundle", "create", "-q", str(part), p.base.config.pair.branch)
+        part.replace(backup)
     if file.exists() and Path(last := json.loads(file.read_text("utf-8"))["worktree"]).is_dir():
         Git(last).undisturbed()
         git.run("worktree", "remove", "--force", last)

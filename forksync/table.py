@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -65,8 +66,17 @@ def parsed(kind: type[Model], text: str, where: Path | str) -> Model:
     except tomllib.TOMLDecodeError as e:
         raise ForksyncError(f"{where}: {e}", "a merge that left its markers?") from e
     except ValidationError as e:
-        first = e.errors()[0]
-        raise ForksyncError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}", "see docs/forksync.md") from e
+        raise ForksyncError(f"{where}: {'; '.join(fault(kind, f) for f in e.errors())}", "see docs/forksync.md") from e
+
+
+def fault(kind: type[BaseModel], error: Any) -> str:
+    """One fault with its key; for a key that does not exist the nearest that does."""
+    place, schema = ".".join(map(str, error["loc"])), kind.model_json_schema()
+    if error["type"] != "extra_forbidden":
+        return f"{place}: {error['msg'].removeprefix('Value error, ')}"
+    names = {n for part in (schema, *schema.get("$defs", {}).values()) for n in part.get("properties", {})}
+    near = difflib.get_close_matches(str(error["loc"][-1]), sorted(names), 1)
+    return f"{place}: no such key" + (f", did you mean {near[0]}?" if near else "")
 
 
 def load(kind: type[Model], path: Path) -> Model:

@@ -152,7 +152,7 @@ def test_forged_entries_and_audits_show(git, tmp_path):
     assert "audit.jsonl line 1 does not follow from the lines before it: it was edited" in [f.text for f in check(base, git, tree(git, M), tree(git, F)).findings]
     base = signed(git, M, F, tmp_path)
     base.audit.clear()
-    assert "audit.jsonl lacks its last line of lock.toml: it was shortened" in [f.text for f in check(base, git, tree(git, M), tree(git, F)).findings]
+    assert "audit.jsonl lacks its last line of lock.toml: it was shortened; restore it from git" in [f.text for f in check(base, git, tree(git, M), tree(git, F)).findings]
     base = signed(git, M, F, tmp_path)
     base.ledger["f"].d[0].new = ["    other()"]
     assert "don't have its fingerprint" in check(base, git, tree(git, M), tree(git, F)).findings[0].text
