@@ -103,6 +103,7 @@ class Mooncake(Store):
     def __init__(self, spec: Spec, owner: str):
         super().__init__(spec, owner)
         m = spec.settings.mooncake
+        self.scattered = m.protocol == "tcp"  # over RDMA only memory that is registered can be sent: the arenas
         own = m.storage == "own" and owner
         self.store = connect(spec.master, m.segment_bytes if own else 0, m.protocol, m.device, self.timeout)
         from mooncake.store import ReplicateConfig
@@ -124,13 +125,15 @@ class Mooncake(Store):
         except TimeoutError as e:
             raise VimeError(f"Mooncake at {self.spec.master}: {method}: {e}", "does its master run? is a storage host gone?") from e
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+    def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
         there = self.ask("batch_is_exist", keys)
         if 1 in there:
             raise DuplicateKey(f"group {keys[there.index(1)]} is stored already, in Mooncake at {self.spec.master}")
-        todo, end, full = dict(zip(keys, objects)), time.monotonic() + GONE, False
+        held = [[(p.ctypes.data, len(p)) for p in (o if self.scattered else [o]) if len(p)] for o in objects]
+        todo, end, full = dict(zip(keys, held)), time.monotonic() + GONE, False
         while True:
-            codes = self.ask("batch_put_from", [*todo], [o.ctypes.data for o in todo.values()], [len(o) for o in todo.values()], self.place)
+            places, sizes = [[at for at, _ in o] for o in todo.values()], [[n for _, n in o] for o in todo.values()]
+            codes = self.ask("batch_put_from_multi_buffers", [*todo], places, sizes, self.place)
             bad = {k: rc for k, rc in zip(todo, codes) if rc}
             if not bad:
                 break
@@ -139,7 +142,7 @@ class Mooncake(Store):
                 full, end = True, end if full else time.monotonic() + PATIENCE
             if time.monotonic() > end:
                 self.free(keys)
-                what = f"group {key} of {len(todo[key])} bytes: Mooncake at {self.spec.master}"
+                what = f"group {key} of {sum(n for _, n in todo[key])} bytes: Mooncake at {self.spec.master}"
                 if full:
                     raise StoreFull(f"{what} has no room", "raise data_plane.mooncake.segment_bytes, or lower data_plane.budget_bytes")
                 raise VimeError(f"{what}: {SAID.get(rc, f'error {rc}')}", "is its master, or a storage process, gone?")

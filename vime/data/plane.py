@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from vime.errors import VimeError, said
 from vime.procs import Child, free_port, spawn
@@ -94,11 +94,14 @@ def pack(head: bytes, fields: Fields, out: np.ndarray) -> None:
     """Write an object into `out`, uint8 of its length; arrays may be strided, each is copied once."""
     out[: len(head)] = np.frombuffer(head, np.uint8)
     for name, (dtype, shape, begin, end) in table_of(out[: len(head)]).items():
-        source, target = fields[name], out[begin:end].view(dtype).reshape(shape)
-        width = source.itemsize * source.shape[-1] if source.ndim > 1 and source.strides[-1] == source.itemsize else 0
-        if not source.flags.c_contiguous and width in (2, 4, 8, 16):  # short rows in another order: copy each as one number
-            source, target = (a.view(f"u{width}" if width < 16 else "c16") for a in (source, target))
-        np.copyto(target, source)
+        copy(fields[name], out[begin:end].view(dtype).reshape(shape))
+
+
+def copy(source: np.ndarray, target: np.ndarray) -> None:
+    width = source.itemsize * source.shape[-1] if source.ndim > 1 and source.strides[-1] == source.itemsize else 0
+    if not source.flags.c_contiguous and width in (2, 4, 8, 16):  # short rows in another order: copy each as one number
+        source, target = (a.view(f"u{width}" if width < 16 else "c16") for a in (source, target))
+    np.copyto(target, source)
 
 
 def table_of(head: np.ndarray) -> dict[str, tuple[np.dtype, tuple[int, ...], int, int]]:
@@ -135,6 +138,13 @@ def windows(key: str, head: np.ndarray, fields: Collection[str] | None, ranges: 
 def unpack(key: str, whole: np.ndarray, fields: Collection[str] | None = None, ranges: Ranges | None = None) -> Fields:
     """Views of an object's arrays; no copy."""
     return {k: whole[a:b].view(dtype).reshape(shape) for k, (dtype, shape, a, b) in windows(key, whole, fields, ranges).items()}
+
+
+def digest_of(pieces: Sequence[np.ndarray]) -> int:
+    made = xxh3_64()
+    for piece in pieces:
+        made.update(piece.data)
+    return int(made.intdigest())
 
 
 def aligned(n: int) -> int:
@@ -183,6 +193,8 @@ class Spec:
 class Store:
     """Groups' bytes in one place or another; safe to call from several threads. `counts`: what was done again, or in a lesser way."""
 
+    scattered = False  # `write` takes an object's pieces as they lie in memory, without a copy in between
+
     def __init__(self, spec: Spec, owner: str):
         self.spec, self.owner, self.timeout = spec, owner, spec.settings.timeout
         self.arenas, self.lock = Arenas(), threading.Lock()
@@ -192,13 +204,18 @@ class Store:
         """Store groups, all or none. Raises: StoreFull, DuplicateKey; VimeError where the store does not answer."""
         heads = [layout(fields) for fields in items.values()]
         with self.lock:
-            arena, objects, at = self.arenas.take(sum(aligned(n) for _, n in heads)), [], 0
-            for (head, n), fields in zip(heads, items.values()):
-                objects.append(arena[at : at + n])
-                pack(head, fields, objects[-1])
-                at += aligned(n)
-            digests = [xxh3_64_intdigest(o.data) for o in objects]
-            places = self.write([*items], objects) if items else []
+            if self.scattered:
+                pieces = [self.pieces(head, fields) for (head, _), fields in zip(heads, items.values())]
+                digests = [digest_of(p) for p in pieces]
+                places = self.write([*items], pieces) if items else []
+            else:
+                arena, objects, at = self.arenas.take(sum(aligned(n) for _, n in heads)), [], 0
+                for (head, n), fields in zip(heads, items.values()):
+                    objects.append(arena[at : at + n])
+                    pack(head, fields, objects[-1])
+                    at += aligned(n)
+                digests = [xxh3_64_intdigest(o.data) for o in objects]
+                places = self.write([*items], objects) if items else []
         rows = zip(items, heads, digests, places, strict=True)
         return [Ref(key, n, digest, owner, len(head), place) for key, (head, n), digest, (owner, place) in rows]
 
@@ -218,14 +235,24 @@ class Store:
             raise lost(why)
         return [unpack(ref.key, one) if whole else one for ref, one in zip(refs, found)]
 
+    def pieces(self, head: bytes, fields: Fields) -> list[np.ndarray]:
+        """An object's bytes in order, as uint8 arrays; those of `fields` that are not strided are there without a copy."""
+        out = [np.frombuffer(head, np.uint8)]
+        for a in (fields[name] for name in table_of(out[0])):
+            if not a.flags.c_contiguous:
+                copy(a, ordered := self.arenas.take(a.nbytes).view(a.dtype).reshape(a.shape))
+                a = ordered
+            out.append(a.reshape(-1).view(np.uint8))
+        return out
+
     def free(self, refs: Iterable[Ref | str]) -> None:
         """Drop groups, by key where there is no Ref; what is not there is no error."""
         raise NotImplementedError
 
     def close(self) -> None: ...
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
-        """Of a backend: store objects, all or none; returns each one's Ref.owner and Ref.at. Raises: see put."""
+    def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
+        """Of a backend: store objects (uint8 arrays, or lists of `pieces`), all or none; returns each one's Ref.owner and Ref.at. Raises: see put."""
         raise NotImplementedError
 
     def read(self, refs: Sequence[Ref], whole: bool) -> list[Any]:
@@ -268,6 +295,8 @@ def key_of(ref: Ref | str) -> str:
 class Shm(Store):
     """Files in /dev/shm, on one host. A file is written under no name and then given one: what exists is whole."""
 
+    scattered = True
+
     def __init__(self, spec: Spec, owner: str):
         super().__init__(spec, owner)
         self.root = folder_of(spec)
@@ -276,17 +305,18 @@ class Shm(Store):
     def path(self, ref: Ref | str) -> Path:
         return self.root / quote(key_of(ref), safe="")
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
-        need, used, done = sum(map(len, objects)), 0, []
+    def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
+        need, used, done = sum(len(p) for o in objects for p in o), 0, list[str]()
         for entry in os.scandir(self.root):
             with suppress(FileNotFoundError):  # freed meanwhile
                 used += entry.stat().st_size
         if used + need > self.spec.budget:
             raise StoreFull(f"{self.root}: {need} bytes do not fit, {used} of {self.spec.budget} are taken", "raise data_plane.budget_bytes")
         try:
-            for key, o in zip(keys, objects):
+            for key, pieces in zip(keys, objects):
                 with open(self.root, "wb", opener=lambda folder, _: os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)) as f:
-                    f.write(o.data)
+                    for piece in pieces:
+                        f.write(piece.data)
                     f.flush()
                     os.link(f"/proc/self/fd/{f.fileno()}", self.path(key), src_dir_fd=f.fileno())
                 done.append(key)
@@ -322,7 +352,7 @@ class RayRefs(Store):
     """Objects in Ray's store, each a uint8 array. They go when the last Ref goes, and with the worker that put them; Ray moves to disk what
     its memory cannot hold. Keys are names only: every put makes another object."""
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+    def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
         try:
             return [(self.owner, ray().put(o)) for o in objects]
         except ray().exceptions.RayError as e:
@@ -357,7 +387,7 @@ class Hub:
 class Controller(RayRefs):
     """The naive baseline, to compare with."""
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+    def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
         try:
             hub = ray().get_actor(f"hub-{self.spec.run}")
             return [("", at) for at in ray().get(hub.put.remote(objects), timeout=self.timeout)]

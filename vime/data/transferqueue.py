@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from vime.data.plane import DuplicateKey, Ref, Spec, Store, StoreFull, key_of, ray, sized, within
 from vime.errors import VimeError, said
 
@@ -70,7 +68,7 @@ class Queue(Store):
         except (ValueError, RuntimeError, OSError) as e:
             raise VimeError(f"TransferQueue: {said(e)}", "see data_plane.timeout") from e
 
-    def write(self, keys: list[str], objects: list[np.ndarray]) -> list[tuple[str, Any]]:
+    def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
         import torch
         from tensordict import TensorDict
 
