@@ -83,7 +83,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(GENERATE, self._generate)
         app.router.add_get(MODELS, self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, handler_cancellation=True)  # as vLLM: who leaves ends his request
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
