@@ -38,7 +38,7 @@ RESULT = "line of output\n" * 20
 
 
 async def engine(folder: str, port: int, delay: float) -> None:
-    e = ScriptedEngine(folder, lambda body, n: {"text": said("chatml", "next", [("run", {"c": f"make step {n}"})]), "delay": delay})
+    e = ScriptedEngine(folder, lambda body, n: {"text": said("next", [("run", {"c": f"make step {n}"})]), "delay": delay})
     await e.start(port)
     while True:
         await asyncio.sleep(60)

@@ -84,7 +84,10 @@ class Turn:
         return out[::-1]
 
     def prompt(self) -> list[int]:
-        ids = [i for t in self.path()[:-1] for i in (*t.context, *t.output_ids)]
+        ids: list[int] = []
+        for t in self.path()[:-1]:
+            ids += t.context
+            ids += t.output_ids
         return ids + self.context
 
     def to_dict(self) -> dict[str, Any]:
