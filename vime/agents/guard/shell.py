@@ -9,7 +9,8 @@ import posixpath
 import re
 import tomllib
 from dataclasses import dataclass, field
-from functools import cache
+from bisect import bisect_left
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ class World:
     links: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def ordered(self) -> list[str]:
+        return sorted(self.files or ())
+
+    @cached_property
+    def folders(self) -> set[str]:
+        return {f[:i] for f in self.files or () for i in range(len(self.root) + 1, len(f)) if f[i] == "/"}
+
+    def under(self, start: str) -> list[str]:
+        """Files whose path starts so."""
+        return self.ordered[bisect_left(self.ordered, start) : bisect_left(self.ordered, start + "\U0010ffff")]
+
 
 @cache
 def _parser() -> Any:
@@ -77,7 +90,7 @@ class Reader:
             path = posixpath.normpath(posixpath.join(posixpath.dirname(link), self.world.links[link]) + path[len(link) :])
         if re.search(r"[*?\[]", path) and self.world.files:
             pattern = re.compile(globbed(path))
-            return [f for f in self.world.files if pattern.fullmatch(f)] or [path]
+            return [f for f in self.world.under(re.split(r"[*?\[{]", path)[0]) if pattern.fullmatch(f)] or [path]
         return [path]
 
     def act(self, program: str, words: str = "", text: str = "", unknown: str = "", **paths: list[str]) -> Act:
@@ -233,5 +246,5 @@ def globbed(pattern: str) -> str:
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|\{[^}]*\})", pattern)
     return "".join(
-        signs.get(p) or (p.replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p)) for p in parts
+        signs.get(p) or (p.replace("\\", r"\\").replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p)) for p in parts
     )
