@@ -14,7 +14,9 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
+from vime.sections import AgentConfig, DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
+
+AGENTS = "vime.agents.rollout:generate"  # the rollout.custom_generate of a run with an [agent]
 
 
 class DataConfig(Section):
@@ -165,6 +167,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: list[EngineTable] = []
     reward: RewardConfig = RewardConfig()
+    agent: AgentConfig = AgentConfig()
     algo: AlgoConfig = AlgoConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
@@ -224,6 +227,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.agent.task and self.rollout.custom_generate is None:
+            self.rollout = self.rollout.model_copy(update={"custom_generate": AGENTS})
         if faults := conflicts(self):
             raise ValueError("\n".join(faults))
         return self

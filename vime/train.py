@@ -237,7 +237,11 @@ def rollout_metrics(metas: list[SampleMeta], version: int, seconds: float) -> di
         by_group.setdefault(m.group_index, set()).add(m.reward)
     tokens = sum(m.response_length for m in metas)
     lags = [version - v for m in metas for v in m.versions]
-    return {
+    agents: dict[str, list[float]] = {}
+    for one in {m.rollout_id: m.metrics for m in metas}.values():
+        for k, v in one.items():
+            agents.setdefault(k, []).append(v)
+    return {f"agent/{k}": float(np.mean(v)) for k, v in agents.items()} | {
         "rollout/raw_reward": float(np.mean([m.reward for m in metas])),
         "rollout/reward_std": float(np.std([m.reward for m in metas])),
         "rollout/response_len": tokens / len(metas),

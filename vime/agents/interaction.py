@@ -18,6 +18,7 @@ from vime.errors import VimeError, nearest, said
 
 GRACE = 5.0  # seconds beyond its timeout_s in which a tool may end a call itself
 Message = dict[str, Any]
+Model = Callable[[list[Message], list[dict[str, Any]]], Awaitable[Any]]  # messages and tool schemas -> a Turn (vime/agents/gateway)
 End = Literal["running", "submitted", "answered", "max_turns", "context", "wall", "blocked", "aborted", "failed"]
 
 
@@ -66,6 +67,11 @@ class Episode:
     def calls(self) -> list[Call]:
         return [c for s in self.steps for c in s.calls]
 
+    @property
+    def hacked(self) -> bool:
+        """Whether the guard objected."""
+        return any(c.status == "blocked" for c in self.calls)
+
 
 def as_message(call: Call, seen: Observation) -> Message:
     """An observation in OpenAI's form; images become image_url parts."""
@@ -80,11 +86,11 @@ def repair(turn: Any) -> str | None:
 
 
 async def interact(
-    model: Callable[[list[Message], list[dict[str, Any]]], Awaitable[Any]], messages: list[Message], tools: list[Tool], ctx: Context, *,
+    model: Model, messages: list[Message], tools: list[Tool], ctx: Context, *,
     max_turns: int = 30, wall_s: float = 600, view: Callable[[list[Message]], list[Message]] = list,
     observe: Callable[[Call, Observation], Message] = as_message, reply: Callable[[Any], str | None] = repair,
 ) -> Episode:  # fmt: skip
-    """Run one episode. `model` takes messages and tool schemas and gives a Turn (vime.agents.gateway). What tools raise becomes an observation
+    """Run one episode. What tools raise becomes an observation
     and a status. Raises: what `model`, `view`, `observe` and `reply` raise."""
     episode, by_name = Episode(list(messages)), {t.name: t for t in tools}
     schemas = [t.schema() for t in tools]
