@@ -248,6 +248,11 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
     """Read a run's TOML file, apply overrides, validate. Raises: VimeError that lists every fault at once, unknown keys with the nearest name."""
+    return validate(tree_of(path, overrides), str(path))
+
+
+def tree_of(path: str | os.PathLike[str], overrides: list[str] | None = None) -> dict[str, Any]:
+    """The file with its overrides, not validated. Raises: VimeError."""
     try:
         tree = tomllib.loads(Path(path).read_text())
     except FileNotFoundError as e:
@@ -262,7 +267,7 @@ def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Co
             if not isinstance(node, dict):
                 raise VimeError(f"override {text!r}: {k} is not a section")
         node[keys[-1]] = value
-    return validate(tree, str(path))
+    return tree
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:

@@ -72,6 +72,17 @@ class AgentConfig(Section):
     sandbox: dict[str, Any] = Field({}, description="laid over the task's SandboxSpec: memory_mb, pids, network, ...")
 
 
+class EndpointConfig(Section):
+    """An OpenAI-compatible endpoint, of `vime eval`."""
+
+    url: str = Field(description="as http://host:8000/v1")
+    name: str = Field(description="the model's name there")
+    key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    sampling: dict[str, Any] = Field({}, description="into every request: temperature, max_tokens, ...")
+    timeout: float = Field(600, gt=0)
+    retries: int = Field(5, ge=0, description="of 429, 5xx and lost connections")
+
+
 class EvalSampling(Section):
     n_samples_per_prompt: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, description="0: greedy")

@@ -223,7 +223,7 @@ def test_all_tools_are_there_and_describe_themselves() -> None:
         assert tool.schema()["function"]["name"] == tool.name == name and tool.description.endswith(".")
 
 
-BASE = {"model": "m", "data": {"prompts": "p"}}
+BASE = {"model": "m", "data": {"prompts": "p", "apply_chat_template": False}}
 
 
 def test_the_agent_section_makes_the_rollout() -> None:
@@ -238,6 +238,7 @@ def test_the_agent_section_makes_the_rollout() -> None:
     ("tree", "match"),
     [
         ({"agent": {"task": "a:b"}, "rollout": {"custom_generate": "c:d"}}, "agent.task generates every sample"),
+        ({"agent": {"task": "a:b"}, "data": {"prompts": "p"}}, "set data.apply_chat_template = false"),
         ({"agent": {"max_turns": 3}}, "agent.task is unset"),
         ({"agent": {"task": "a:b", "on_hack": "penaltie"}}, "did you mean 'penalty'"),
     ],

@@ -2,13 +2,14 @@
 
 import asyncio
 import base64
+import json
 import shlex
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from vime.agents.interaction import Call, perform
-from vime.agents.tools import Context, Observation, Tool
+from vime.agents.tools import Context, Observation, Tool, make
 from vime.errors import VimeError, said
 
 
@@ -71,13 +72,29 @@ def server(tools: list[Tool], ctx: Context) -> Any:
     return Server("vime", on_list_tools=listed, on_call_tool=called)
 
 
-def run_stdio(tools: list[Tool], ctx: Context) -> None:
-    """`vime mcp`: serve until stdin is closed."""
+async def run_stdio(tools: list[Tool], ctx: Context) -> None:
+    """Serve until stdin is closed."""
     from mcp import stdio_server
 
+    made = server(tools, ctx)
+    async with stdio_server() as (reads, writes):
+        await made.run(reads, writes, made.create_initialization_options())
+
+
+def command(names: list[str], options: str, base: str | None) -> int:
+    """`vime mcp`."""
+    try:
+        tools = make(names, json.loads(options))
+    except ValueError as e:
+        raise VimeError(f"--args {options!r} is not JSON: {e}") from e
+
     async def run() -> None:
-        async with ctx, stdio_server() as (reads, writes):
-            made = server(tools, ctx)
-            await made.run(reads, writes, made.create_initialization_options())
+        async with Context() as ctx:
+            if base:
+                from vime.agents.sandbox import SandboxSpec, open_sandbox
+
+                ctx.sandbox = await ctx.closing.enter_async_context(await open_sandbox(SandboxSpec(base=base)))
+            await run_stdio(tools, ctx)
 
     asyncio.run(run())
+    return 0
