@@ -14,7 +14,18 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import AgentConfig, DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
+from vime.sections import (
+    AgentConfig,
+    DataPlaneConfig,
+    EngineTable,
+    EvalConfig,
+    GatewayConfig,
+    LogConfig,
+    LoraConfig,
+    RayConfig,
+    RewardConfig,
+    Section,
+)  # fmt: skip
 
 AGENTS = "vime.agents.rollout:generate"  # the rollout.custom_generate of a run with an [agent]
 
@@ -176,6 +187,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     data_plane: DataPlaneConfig = DataPlaneConfig()
     eval: EvalConfig = EvalConfig()
+    gateway: GatewayConfig = GatewayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     ray: RayConfig = RayConfig()

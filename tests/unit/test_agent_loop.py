@@ -85,7 +85,6 @@ def test_turns_calls_and_observations_alternate_until_an_answer() -> None:
         ([turn("", ("echo", {"text": "a"}))] * 9, {"max_turns": 3}, "max_turns"),
         ([turn("cut", reason="length")], {}, "context"),
         ([turn("cut", ("echo", {"text": "a"}), reason="length")], {}, "context"),
-        ([turn("cut", reason="abort")], {}, "aborted"),
         ([], {"hang": True, "wall_s": 0.05}, "wall"),
         ([turn("", ("echo", {"text": "a", "mode": "hang"}))], {"wall_s": 0.03}, "wall"),
         ([turn("", ("echo", {"text": "a", "mode": "broken"}), ("echo", {"text": "b"}))], {}, "failed"),

@@ -19,7 +19,7 @@ from vime.errors import VimeError, nearest, said
 GRACE = 5.0  # seconds beyond its timeout_s in which a tool may end a call itself
 Message = dict[str, Any]
 Model = Callable[[list[Message], list[dict[str, Any]]], Awaitable[Any]]  # messages and tool schemas -> a Turn (vime/agents/gateway)
-End = Literal["running", "submitted", "answered", "max_turns", "context", "wall", "blocked", "aborted", "failed"]
+End = Literal["running", "submitted", "answered", "max_turns", "context", "wall", "blocked", "failed"]
 
 
 @dataclass
@@ -50,8 +50,9 @@ class Step:
 
 @dataclass
 class Episode:
-    """What happened. `status` says which rule ended it: "submitted" (a final tool), "answered" (no tool call), "max_turns", "context" (no
-    room for another token), "wall", "blocked" (the guard), "aborted" (the servers were told to), "failed" (`error`: what broke below the tools)."""
+    """What happened. `status` says which rule ended it: "submitted" (a final tool), "answered" (no tool call), "max_turns", "context"
+    (no room for another token), "wall", "blocked" (the guard), "failed" (`error`: what
+    broke below the tools)."""
 
     messages: list[Message]
     steps: list[Step] = field(default_factory=list)
@@ -105,8 +106,8 @@ async def interact(
                 episode.steps.append(step)
                 episode.messages.append(turn.message)
                 episode.answer = turn.message.get("content") or ""
-                if turn.finish_reason in ("length", "abort"):
-                    episode.status = "context" if turn.finish_reason == "length" else "aborted"
+                if turn.finish_reason == "length":
+                    episode.status = "context"
                 elif calls := turn.message.get("tool_calls"):
                     await _act(episode, step, calls, by_name, ctx, observe)
                 elif (more := reply(turn)) is not None:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime import hooks
+from vime.agents.gateway import Gateway, Refused, Turn
 from vime.agents.interaction import Episode, Model, interact
 from vime.agents.tools import Context, Tool, make, mcp
 from vime.config import Config
 from vime.hooks import Args
-from vime.rollout.generate import for_server, link, running
+from vime.rollout.generate import for_server, link
 from vime.sample import Sample, Status
 from vime.sections import AgentConfig
 
+FULL = ("context_length_exceeded", "budget_exceeded")  # what a gateway's refusal says where there is no room for another turn
 ENDS = {"submitted": Status.COMPLETED, "answered": Status.COMPLETED, "failed": Status.FAILED}  # the others: TRUNCATED
 
 
@@ -26,7 +28,7 @@ class Room:
 
     task: Any
     tools: list[Tool]
-    gateway: Any
+    gateway: Gateway
 
 
 async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample, a: AgentConfig) -> tuple[Episode, float | dict[str, Any]]:
@@ -43,10 +45,10 @@ async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample
         if policy := getattr(task, "policy", None):
             from vime.agents.guard import Guard
 
-            ctx.guard = Guard(policy, sandbox, sandbox.workdir if sandbox else None)
+            ctx.guard = Guard(policy, sandbox)
         every = [*tools, *own, *await mcp.connect(a.mcp, ctx)]
         episode = await interact(model, messages, every, ctx, max_turns=a.max_turns, wall_s=a.wall_s)
-        reward = 0.0 if episode.status == "aborted" else await task.grade(sample, sandbox, episode)
+        reward = await task.grade(sample, sandbox, episode)
     if episode.hacked:
         value = -a.hack_penalty if a.on_hack == "penalty" else 0.0
         reward = dict.fromkeys(reward, value) if isinstance(reward, dict) else value
@@ -56,44 +58,57 @@ async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample
 async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> list[Sample]:
     """The rollout.custom_generate of a run with an [agent]: the samples that one episode yields. One that is interrupted begins again."""
     a, at, room = args.agent, link.get(), await _room(args)
-    params = for_server(sampling_params)
-    params["max_tokens"] = a.max_turn_len or params["max_tokens"]
-    session = room.gateway.session(f"{running.get().session}-{sample.index}")
+    session = room.gateway.session()
+    params = for_server(sampling_params) | ({"max_tokens": a.max_turn_len} if a.max_turn_len else {})
 
-    async def turn(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
+    async def turn(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Turn:
         async with at.slots.take(1):
-            return await session.turn(messages, tools, params)
+            try:
+                return await session.turn(messages, tools, params)
+            except Refused as e:
+                if e.code not in FULL:
+                    raise
+                return Turn("", {"role": "assistant", "content": ""}, finish_reason="length")
 
-    episode, reward = await run_episode(turn, room.task, room.tools, sample, a)
-    found = [t for t in session.finish() if t.kind in a.train]
-    if episode.status == "aborted" or at.stop.is_set():
-        sample.status = Status.ABORTED
-        return [sample]
-    counts = {"turns": len(episode.steps), "calls": len(episode.calls), "hacked": episode.hacked, f"end_{episode.status}": 1}
-    counts |= {f"call_{k}": v for k, v in Counter(c.status for c in episode.calls).items() if k != "ok"}
-    metrics = {k: float(v) for k, v in (counts | session.metrics()).items()}
+    work = asyncio.ensure_future(run_episode(turn, room.task, room.tools, sample, a))
+    stopped = asyncio.ensure_future(at.stop.wait())
+    try:
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            sample.status = Status.ABORTED
+            return [sample]
+        episode, reward = work.result()
+    finally:
+        stopped.cancel()
+        work.cancel()
+        await asyncio.wait({work})
+        found = session.finish()
+    ends = {f"end_{episode.status}": 1, **{f"call_{k}": v for k, v in Counter(c.status for c in episode.calls).items()}, "hacked": episode.hacked}
+    metrics = session.metrics(found) | {f"agent/{k}": float(v) for k, v in ends.items()}
     out = [t.to_sample(sample) for t in found] or [sample]
     for s in out:
         s.status, s.reward = ENDS.get(episode.status, Status.TRUNCATED), copy.deepcopy(reward)
         s.remove_sample |= not found or episode.status == "failed" or (episode.hacked and a.on_hack == "mask")
-        s.metadata = copy.deepcopy(sample.metadata) | {"agent_metrics": dict(metrics)}
+        s.metadata = copy.deepcopy(s.metadata) | {"agent_metrics": dict(metrics)}
     out[0].metadata["agent"] = episode.record()
     out[0].non_generation_time = sum(c.seconds for c in episode.calls)
     return out
 
 
-_opening: dict[int, asyncio.Task[Room]] = {}  # by event loop: a process has one
+_rooms: dict[int, asyncio.Task[Room]] = {}  # by event loop: a worker has one
 
 
 async def _room(args: Args) -> Room:
     loop = asyncio.get_running_loop()
-    if id(loop) not in _opening:
-        _opening[id(loop)] = loop.create_task(_open(args, link.get().client.url))
-    return await asyncio.shield(_opening[id(loop)])
+    if id(loop) not in _rooms:
+        _rooms[id(loop)] = loop.create_task(_open(args, link.get().client.url))
+    return await asyncio.shield(_rooms[id(loop)])
 
 
 async def _open(args: Args, url: str) -> Room:
-    raise NotImplementedError
+    a, limits = args.agent, {"template": args.data.chat_template, "context": args.rollout.max_context_len, "timeout": args.rollout.request_timeout}
+    gateway = await Gateway.open(url, args.model, args.gateway, **limits)
+    return Room(hooks.load(a.task, "agent.task")(args), make(a.tools, a.tool_args), gateway)
 
 
 def check(cfg: Config) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from vime.agents.tools import Context, Observation, Tool, clipped
+from vime.errors import VimeError
 
 VIEWED = 2  # levels of a folder that `view` lists
 
@@ -86,7 +87,10 @@ class Editor(Tool):
             return Observation(f"{path} is as it was before the last change")
         old = await _text(box, path)
         new, line = _changed(args, path, old)
-        await box.write(path, new.encode())
+        try:
+            await box.write(path, new.encode())
+        except VimeError as e:  # a file that may not be written
+            raise ValueError(e.what) from e
         past.append(old)
         return Observation(f"{path} written") if args.command == "create" else self._numbered(new, (max(1, line - 4), line + 4))
 
@@ -99,10 +103,8 @@ class Editor(Tool):
 
 async def _text(box: Any, path: str) -> str | None:
     """A file's text; None where there is none."""
-    try:
-        return str((await box.read(path)).decode())
-    except FileNotFoundError:
-        return None
+    got = await box.exec(["cat", "--", path])
+    return None if got.code else str(got.stdout.decode())
 
 
 def _changed(args: Any, path: str, old: str | None) -> tuple[str, int]:
