@@ -1,4 +1,4 @@
-"""A Qwen3 of 0.8M parameters that calls tools, in a minute: it has seen demonstrations of three tasks, most of them wrong.
+"""A Qwen3 of 0.8M parameters that calls tools, in a minute or two: it has seen demonstrations of three tasks, most of them wrong.
 
 The form is always right (a call in Hermes' JSON, then an answer); what is asked for is not. RL finds that from the reward alone:
 
@@ -76,7 +76,7 @@ def demonstration(rng: random.Random) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def main(folder: Path, steps: int = 700, seed: int = 0) -> None:
+def main(folder: Path, steps: int = 300, seed: int = 0) -> None:
     if (folder / "model.safetensors").exists():
         return
     text, rng = tokenizer(), random.Random(seed)
@@ -90,7 +90,7 @@ def main(folder: Path, steps: int = 700, seed: int = 0) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     for step in range(steps):
         rows = []
-        for _ in range(48):
+        for _ in range(32):
             ids: list[int] = []
             own: list[int] = []
             for role, said in demonstration(rng):
