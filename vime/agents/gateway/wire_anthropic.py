@@ -12,6 +12,7 @@ from vime.agents.gateway.wire import call, calls_of, numbers, pieces, put, side_
 
 PING = sse({"type": "ping"}, "ping")
 BILLING = "x-anthropic-billing-header"  # a block of the system prompt that is no text for the model, and may differ each time
+EMPTY: dict[str, dict[str, Any]] = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}, "tool_use": {"input": {}}}
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -94,7 +95,7 @@ def opening(turn: Turn, asked: Asked) -> bytes:
 def events(turn: Turn, asked: Asked) -> Iterator[bytes]:
     for i, b in enumerate(_blocks(turn)):
         kind = b["type"]
-        empty: dict[str, Any] = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}, "tool_use": {"input": {}}}[kind]
+        empty = EMPTY[kind]
         yield sse({"type": "content_block_start", "index": i, "content_block": b | empty}, "content_block_start")
         text = orjson.dumps(b["input"]).decode() if kind == "tool_use" else b[kind]
         name, key = {"tool_use": ("input_json_delta", "partial_json"), "text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}[

@@ -14,6 +14,7 @@ from vime.agents.gateway.wire_chat import error
 
 PING = b": ping\n\n"
 CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+EMPTY: dict[str, dict[str, Any]] = {"reasoning": {"content": []}, "message": {"content": [], "status": "in_progress"}}
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool: any text
 
 
@@ -125,14 +126,12 @@ def events(turn: Turn, asked: Asked) -> Iterator[bytes]:
 def _told(turn: Turn, asked: Asked, items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for k, item in enumerate(items):
         at, kind = {"item_id": item["id"], "output_index": k}, item["type"]
-        empty: dict[str, Any] = {"reasoning": {"content": []}, "message": {"content": [], "status": "in_progress"}}.get(
-            kind, {"status": "in_progress"}
-        )
+        empty = EMPTY.get(kind, {"status": "in_progress"})
         blank = {key: "" for key in ("arguments", "input") if key in item}
         yield "response.output_item.added", {"output_index": k, "item": item | empty | blank}
         if kind in ("reasoning", "message"):
             part = item["content"][0]
-            name, inside = ("reasoning_text", {"content_index": 0}) if kind == "reasoning" else ("output_text", {"content_index": 0})
+            name, inside = "reasoning_text" if kind == "reasoning" else "output_text", {"content_index": 0}
             yield "response.content_part.added", at | inside | {"part": part | {"text": ""}}
             for p in pieces(part["text"]):
                 yield f"response.{name}.delta", at | inside | {"delta": p}
