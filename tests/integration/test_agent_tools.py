@@ -40,6 +40,7 @@ def with_tools(tools: list[Tool], test: Callable[[Do, Context], Awaitable[None]]
 
 
 def test_shell_editor_and_python_share_a_sandbox(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)  # the agent is another user
     (tmp_path / "a.py").write_text("x = 1\ny = 1\nprint(x + y)\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/b.txt").write_text("no newline")
@@ -233,6 +234,7 @@ def test_the_desktop_is_seen_and_used(tmp_path: Path) -> None:
 def test_tools_of_mcp_servers_and_ours_in_one(tmp_path: Path) -> None:
     """`vime mcp` over stdio is a server, the client is one of ours; the same over HTTP; the sandbox is behind both."""
     uvicorn = pytest.importorskip("uvicorn")
+    tmp_path.chmod(0o755)
     (tmp_path / "a.txt").write_text("of the base")
     root = Path(__file__).parents[2]
 
@@ -258,7 +260,7 @@ def test_tools_of_mcp_servers_and_ours_in_one(tmp_path: Path) -> None:
         served.should_exit = True
         await serving
         async with Context() as ctx:
-            with pytest.raises(VimeError, match="MCP server 'gone' .*: Connect"):
+            with pytest.raises(VimeError, match=r"MCP server 'gone' .*: Connect"):
                 await mcp.connect({"gone": url}, ctx)
 
     asyncio.run(asyncio.wait_for(go(), 100))

@@ -72,7 +72,7 @@ class Editor(Tool):
 
     async def run(self, args: Args, ctx: Context) -> Observation:
         """ValueError (an observed error) for what the model can mend."""
-        box, path = ctx.box, posixpath.join(ctx.box.workdir, args.path)
+        box, path = ctx.box, posixpath.normpath(posixpath.join(ctx.box.workdir, args.path))
         past: list[str | None] = ctx.state.setdefault("edits", {}).setdefault(path, [])
         if args.command == "view":
             listed = await box.exec(["find", path, "-maxdepth", str(VIEWED), "-not", "-path", "*/.*", "-type", "f,d"])
