@@ -260,7 +260,8 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
     """Read a run's TOML file, apply overrides, validate. Raises: VimeError that lists every fault at once, unknown keys with the nearest name."""
-    return validate(tree_of(path, overrides), str(path))
+    cfg: Config = validate(tree_of(path, overrides), str(path))
+    return cfg
 
 
 def tree_of(path: str | os.PathLike[str], overrides: list[str] | None = None) -> dict[str, Any]:
@@ -282,17 +283,18 @@ def tree_of(path: str | os.PathLike[str], overrides: list[str] | None = None) ->
     return tree
 
 
-def validate(tree: dict[str, Any], source: str) -> Config:
-    """Build a Config from a plain dict; `source` names it in errors. Raises VimeError with all faults."""
+def validate(tree: dict[str, Any], source: str, kind: Any = None) -> Any:
+    """Build a Config, or another Section, from a plain dict; `source` names it in errors. Raises VimeError with all faults."""
+    kind = kind or Config
     try:
-        return Config.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as e:
         lines = []
         for fault in e.errors():
             loc = [str(p) for p in fault["loc"]]
             key = ".".join(loc)
             if fault["type"] == "extra_forbidden":
-                lines.append(f"{key}: unknown key; {nearest(loc[-1], _names(loc[:-1]))}")
+                lines.append(f"{key}: unknown key; {nearest(loc[-1], _names(loc[:-1], kind))}")
             elif fault["type"] == "missing":
                 lines.append(f"{key}: missing")
             else:
@@ -305,11 +307,10 @@ def validate(tree: dict[str, Any], source: str) -> Config:
         raise VimeError(f"{source}: {len(lines)} fault{'s' if len(lines) > 1 else ''}\n  " + "\n  ".join(lines)) from e
 
 
-def _names(path: list[str]) -> list[str]:
-    """Valid keys of the section at `path`, which may hold positions in a list of tables."""
-    node: type[BaseModel] = Config
+def _names(path: list[str], node: type[BaseModel]) -> list[str]:
+    """Valid keys of the section at `path` below `node`; the path may hold positions in a list of tables."""
     for p in path:
-        node = node if p.isdecimal() else _section(node.model_fields[p].annotation) or Config
+        node = node if p.isdecimal() else _section(node.model_fields[p].annotation) or node
     return list(node.model_fields)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +14,7 @@ from vime import hooks
 from vime.agents.endpoint import Endpoint
 from vime.agents.rollout import run_episode
 from vime.agents.tools import make
-from vime.config import DataConfig, tree_of
+from vime.config import DataConfig, tree_of, validate
 from vime.errors import VimeError, nearest, said
 from vime.hooks import Args
 from vime.observe.evals import standard_error
@@ -37,18 +37,9 @@ class EvalFile(Section):
     args: dict[str, Any] = {}
 
 
-def load(path: str, overrides: list[str]) -> EvalFile:
-    """Raises: VimeError with all faults."""
-    try:
-        return EvalFile.model_validate(tree_of(path, overrides))
-    except ValidationError as e:
-        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in e.errors()]
-        raise VimeError(f"{path}: {len(faults)} fault{'s' if len(faults) > 1 else ''}\n  " + "\n  ".join(faults)) from e
-
-
 def command(path: str, overrides: list[str]) -> int:
     """Run what the report lacks, print the table. Exit code 1 where an episode could not be run: again makes it up."""
-    cfg = load(path, overrides)
+    cfg: EvalFile = validate(tree_of(path, overrides), path, EvalFile)
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
     task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
     samples = [s for i, row in enumerate(rows(cfg.data)) for s in of_row(cfg, row, i)]

@@ -74,7 +74,7 @@ class AgentConfig(Section):
 class EndpointConfig(Section):
     """An OpenAI-compatible endpoint, of `vime eval`."""
 
-    url: str = Field(description="as http://host:8000/v1")
+    url: str = Field(pattern="^https?://", description="as http://host:8000/v1")
     name: str = Field(description="the model's name there")
     key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
     sampling: dict[str, Any] = Field({}, description="into every request: temperature, max_tokens, ...")
