@@ -72,6 +72,7 @@ class ScriptedEngine:
         self.script, self.context = script if script is not None else [], context
         self.requests: list[dict[str, Any]] = []
         self.sampled: list[int] = []
+        self.spans: dict[int, tuple[int, int]] = {}  # number of the first token of an answer -> number of its request, tokens
         self.running = self.most = self.version = 0
         self.url = ""
 
@@ -82,7 +83,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(GENERATE, self._generate)
         app.router.add_get(MODELS, self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, handler_cancellation=True)  # as vLLM: who leaves ends his request
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
@@ -114,6 +115,7 @@ class ScriptedEngine:
         if len(ids) > (most := body["sampling_params"]["max_tokens"]):
             ids, reason = ids[:most], "length"
         first = len(self.sampled)
+        self.spans[first] = n, len(ids)
         self.sampled += ids
         content = [{"token_id": t, "logprob": -(first + k) / 1e6} for k, t in enumerate(ids)]
         choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason, "stop_reason": given.get("stop_reason")}
@@ -138,10 +140,16 @@ async def gateway(engine: ScriptedEngine, folder: str, **kw: Any) -> AsyncIterat
 
 
 def check(engine: ScriptedEngine, rows: list[Any], kinds: set[str] | None = None) -> set[int]:
-    """The numbers of the sampled tokens that the rows train. Asserts that each is trained once, is the token that was sampled, and that what is
-    masked has no logprob and no version."""
+    """The numbers of the sampled tokens that the rows train. Asserts that each is trained once, is the token that was sampled after just the
+    tokens that come before it in the row, and that what is masked has no logprob and no version."""
     seen: set[int] = set()
     for row in rows:
+        numbers = [round(-lp * 1e6) if mask else None for lp, mask in zip(row.logprobs, row.loss_mask)]
+        for at, number in enumerate(numbers):
+            if number in engine.spans and row.loss_mask[at]:
+                n, length = engine.spans[number]
+                assert row.tokens[: row.prompt_length + at] == engine.requests[n]["token_ids"], "not what the policy was asked"
+                assert numbers[at : at + length] == list(range(number, number + length)), "an answer in pieces"
         assert len(row.tokens) - row.prompt_length == len(row.loss_mask) == len(row.logprobs) == len(row.versions)
         assert kinds is None or row.kind in kinds
         for token, mask, lp, version in zip(row.tokens[row.prompt_length :], row.loss_mask, row.logprobs, row.versions):

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.agents_kit import PARSERS, model_folder
-from vime.agents.gateway.record import Turn
 from vime.agents.gateway.render import Template
 from vime.data.tokenizer import Tokenizer
 
