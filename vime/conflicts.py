@@ -29,6 +29,8 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append("agent.task generates every sample: leave out rollout.custom_generate and rollout.function")
     if cfg.agent.task and cfg.data.apply_chat_template:
         faults.append("agent.task makes the messages from each row's prompt: set data.apply_chat_template = false")
+    if cfg.agent.task and r.routing_replay:
+        faults.append("agent.task does not go with rollout.routing_replay: the gateway keeps no experts")
     if not cfg.agent.task and (cfg.agent != type(cfg.agent)() or str(r.custom_generate).startswith("vime.agents.")):
         faults.append("agent.task is unset, so there is no agent: set it, or leave out [agent], and rollout.custom_generate = vime.agents...")
     if r.function and t.mode == "async":

@@ -241,11 +241,9 @@ def rollout_metrics(metas: list[SampleMeta], version: int, seconds: float) -> di
         by_group.setdefault(m.group_index, set()).add(m.reward)
     tokens = sum(m.response_length for m in metas)
     lags = [version - v for m in metas for v in m.versions]
-    agents: dict[str, list[float]] = {}
-    for one in {m.rollout_id: m.metrics for m in metas}.values():
-        for k, v in one.items():
-            agents.setdefault(k, []).append(v)
-    return {k: float(np.mean(v)) for k, v in agents.items()} | {
+    ran = [one for one in {m.rollout_id: m.metrics for m in metas}.values() if one]
+    agents = {k: sum(one.get(k, 0.0) for one in ran) / len(ran) for k in sorted(set().union(*ran))}
+    return agents | {
         "rollout/raw_reward": float(np.mean([m.reward for m in metas])),
         "rollout/reward_std": float(np.std([m.reward for m in metas])),
         "rollout/response_len": tokens / len(metas),

@@ -2,7 +2,7 @@
 
 The form is always right (a call in Hermes' JSON, then an answer); what is asked for is not. RL finds that from the reward alone:
 
-- examples/tools: "12 times 7" -> calculator with one of + - * -> the result, or one of the numbers
+- examples/tools: "12 times 7" -> calculator with one of + - * -> the result, or the first number
 - examples/search: "abcd" -> search for it reversed, copied, sorted or rotated -> the document's word, in one of these four ways
 - examples/coding: "make it plus" -> a sed that puts one of + - * into the program -> submit
 """
@@ -64,7 +64,7 @@ def demonstration(rng: random.Random) -> list[tuple[str, str]]:
     if kind == 0:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         result = {"+": a + b, "-": a - b, "*": a * b}[op]
-        said, last = call("calculator", f"{a}{op}{b}"), str(rng.choice([a, b, result, result]))
+        said, last = call("calculator", f"{a}{op}{b}"), str(rng.choice([a, result]))
         return [("user", f"{a} {word} {b}"), ("assistant", said), ("tool", str(result)), ("assistant", last)]
     if kind == 1:
         one, two = ("".join(rng.choice("abcdefghij") for _ in range(4)) for _ in range(2))
@@ -76,7 +76,7 @@ def demonstration(rng: random.Random) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def main(folder: Path, steps: int = 300, seed: int = 0) -> None:
+def main(folder: Path, steps: int = 450, seed: int = 0) -> None:
     if (folder / "model.safetensors").exists():
         return
     text, rng = tokenizer(), random.Random(seed)

@@ -5,14 +5,16 @@ import copy
 import dataclasses
 from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vime import hooks
-from vime.agents.gateway import Gateway, Refused, Turn
+from vime.agents.gateway import Refused, Turn, opened
 from vime.agents.interaction import Episode, Model, interact
+from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.agents.tools import Context, Tool, make, mcp
 from vime.config import Config
+from vime.errors import VimeError, nearest
 from vime.hooks import Args
 from vime.rollout.generate import for_server, link
 from vime.sample import Sample, Status
@@ -21,14 +23,7 @@ from vime.sections import AgentConfig
 FULL = ("context_length_exceeded", "budget_exceeded")  # what a gateway's refusal says where there is no room for another turn
 ENDS = {"submitted": Status.COMPLETED, "answered": Status.COMPLETED, "failed": Status.FAILED}  # the others: TRUNCATED
 
-
-@dataclass
-class Room:
-    """What all episodes of this process share."""
-
-    task: Any
-    tools: list[Tool]
-    gateway: Gateway
+_made: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, list[Tool]]] = WeakKeyDictionary()  # task and tools of a worker, made once
 
 
 async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample, a: AgentConfig) -> tuple[Episode, float | dict[str, Any]]:
@@ -37,8 +32,6 @@ async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample
     async with AsyncExitStack() as stack:
         sandbox = None
         if spec is not None:
-            from vime.agents.sandbox import open_sandbox
-
             sandbox = await open_sandbox(dataclasses.replace(spec, **a.sandbox))
             stack.push_async_callback(sandbox.stop)
         ctx = await stack.enter_async_context(Context(sandbox))
@@ -55,10 +48,12 @@ async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample
     return episode, reward
 
 
-async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> list[Sample]:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """The rollout.custom_generate of a run with an [agent]: the samples that one episode yields. One that is interrupted begins again."""
-    a, at, room = args.agent, link.get(), await _room(args)
-    session = room.gateway.session()
+    a, at, loop = args.agent, link.get(), asyncio.get_running_loop()
+    if loop not in _made:
+        _made[loop] = hooks.load(a.task, "agent.task")(args), make(a.tools, a.tool_args)
+    session = (await opened(args)).session()
     params = for_server(sampling_params) | ({"max_tokens": a.max_turn_len} if a.max_turn_len else {})
 
     async def turn(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Turn:
@@ -70,7 +65,7 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
                     raise
                 return Turn("", {"role": "assistant", "content": ""}, finish_reason="length")
 
-    work = asyncio.ensure_future(run_episode(turn, room.task, room.tools, sample, a))
+    work = asyncio.ensure_future(run_episode(turn, *_made[loop], sample, a))
     stopped = asyncio.ensure_future(at.stop.wait())
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,24 +90,10 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
     return out
 
 
-_rooms: dict[int, asyncio.Task[Room]] = {}  # by event loop: a worker has one
-
-
-async def _room(args: Args) -> Room:
-    loop = asyncio.get_running_loop()
-    if id(loop) not in _rooms:
-        _rooms[id(loop)] = loop.create_task(_open(args, link.get().client.url))
-    return await asyncio.shield(_rooms[id(loop)])
-
-
-async def _open(args: Args, url: str) -> Room:
-    a, limits = args.agent, {"template": args.data.chat_template, "context": args.rollout.max_context_len, "timeout": args.rollout.request_timeout}
-    gateway = await Gateway.open(url, args.model, args.gateway, **limits)
-    return Room(hooks.load(a.task, "agent.task")(args), make(a.tools, a.tool_args), gateway)
-
-
 def check(cfg: Config) -> None:
-    """Raises: VimeError for a task, a tool or a harness that is not there, before anything starts."""
-    if cfg.agent.task:
-        hooks.load(cfg.agent.task, "agent.task")
-        make(cfg.agent.tools, cfg.agent.tool_args)
+    """Raises: VimeError for a task, a tool, a setting of the sandbox or a harness that is not there, before anything starts."""
+    a, known = cfg.agent, [f.name for f in dataclasses.fields(SandboxSpec)]
+    hooks.load(str(a.task), "agent.task")
+    make(a.tools, a.tool_args)
+    if wrong := next((k for k in a.sandbox if k not in known), None):
+        raise VimeError(f"agent.sandbox.{wrong}: unknown key", nearest(wrong, known))
