@@ -79,13 +79,13 @@ class ScriptedEngine:
     def encode(self, text: str, end: bool = True) -> list[int]:
         return [*self.rust.encode(text, add_special_tokens=False).ids, *([self.end] if end else [])]
 
-    async def start(self) -> ScriptedEngine:
+    async def start(self, port: int = 0) -> ScriptedEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(GENERATE, self._generate)
         app.router.add_get(MODELS, self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, handler_cancellation=True)  # as vLLM: who leaves ends his request
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        await web.TCPSite(self._runner, "127.0.0.1", port, backlog=4096).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
