@@ -134,6 +134,15 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--out", metavar="DIR", help="where runs and picture go (<run_dir>/<name>-parity; runs/parity with --runs-a)")
     v.add_argument("--json", action="store_true", help="print JSON in place of text")
 
+    y = command(sub, "eval", "run an agent on a task against any OpenAI-compatible endpoint: docs/agents.md; a report that is there is gone on with")
+    y.add_argument("config", help="TOML file")
+    y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+
+    y = command(sub, "mcp", "an MCP server, over stdin and stdout, of our tools: for an agent that is a black box")
+    y.add_argument("tools", nargs="+", metavar="TOOL", help="shell, editor, search, ... or package.module:Class")
+    y.add_argument("--args", default="{}", metavar="JSON", help='what to make them with: {"search": {"url": "http://127.0.0.1:8123"}}')
+    y.add_argument("--base", metavar="DIR", help="a sandbox for them, whose work folder begins as this one")
+
     x = command(sub, "export", "copy the Hugging Face folder out of a run's checkpoint: whole weights, configuration, tokenizer")
     x.add_argument("run", help="the run's folder, <run_dir>/<name>")
     x.add_argument("--step", type=int, help="of which checkpoint (the newest)")
@@ -186,6 +195,14 @@ def run(args: argparse.Namespace) -> int:
         from vime import parity
 
         return parity.command(args)
+    if args.command == "eval":
+        from vime import evaluate
+
+        return evaluate.command(args.config, args.overrides)
+    if args.command == "mcp":
+        from vime.agents.tools import mcp
+
+        return mcp.command(args.tools, args.args, args.base)
     if args.command == "config":
         sys.stdout.write(config.dump(config.load(args.config, args.overrides)) if args.config else config.reference())
         return 0

@@ -55,6 +55,33 @@ class RewardConfig(Section):
     overlong_penalty_factor: float = Field(1.0, gt=0, description="by how much it has fallen at the limit")
 
 
+class AgentConfig(Section):
+    """Agents: each sample is one episode of a task, by the loop of vime/agents/interaction.py or by a harness: docs/agents.md."""
+
+    task: str | None = Field(None, description="package.module:Name, called with args: an object with setup and grade; unset: no agents")
+    agent: str = Field("react", description="react: the loop, in this process; or the name of a harness, as claude_code")
+    tools: list[str] = Field([], description="names of vime/agents/tools, or package.module:Class, in this order; then those of the task")
+    tool_args: dict[str, dict[str, Any]] = Field({}, description="what to make a tool with: tool_args.shell.timeout_s = 30")
+    mcp: dict[str, str] = Field({}, description="MCP servers, name to URL or command line: their tools come last, as name_tool")
+    max_turns: int = Field(30, ge=1, description="turns of the model in one episode")
+    max_turn_len: int | None = Field(None, ge=1, description="tokens of one turn; unset: rollout.max_response_len, which is of the whole response")
+    wall_s: float = Field(600, gt=0, description="seconds of one episode")
+    on_hack: Literal["zero", "mask", "penalty"] = Field("zero", description="of an episode the guard objected to: reward 0; that, untrained; -hack_penalty")
+    hack_penalty: float = Field(1.0, ge=0)
+    sandbox: dict[str, Any] = Field({}, description="laid over the task's SandboxSpec: memory_mb, pids, network, ...")
+
+
+class EndpointConfig(Section):
+    """An OpenAI-compatible endpoint, of `vime eval`."""
+
+    url: str = Field(pattern="^https?://", description="as http://host:8000/v1")
+    name: str = Field(description="the model's name there")
+    key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    sampling: dict[str, Any] = Field({}, description="into every request: temperature, max_tokens, ...")
+    timeout: float = Field(600, gt=0)
+    retries: int = Field(5, ge=0, description="of 429, 5xx and lost connections")
+
+
 class EvalSampling(Section):
     n_samples_per_prompt: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, description="0: greedy")
