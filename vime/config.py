@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
+from vime.sections import DataPlaneConfig, DebugConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section, TraceConfig
 
 
 class DataConfig(Section):
@@ -175,6 +175,8 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    trace: TraceConfig = TraceConfig()
+    debug: DebugConfig = DebugConfig()
     ray: RayConfig = RayConfig()
     vllm: dict[str, Any] = Field({}, description="any vLLM server argument: max_num_seqs = 64 becomes --max-num-seqs 64")
     args: dict[str, Any] = Field({}, description="settings of your own plug-ins: max_turns = 4 becomes args.max_turns")
@@ -198,6 +200,11 @@ class Config(Section):
         return self.train.objective != "rl"
 
     @property
+    def served(self) -> bool:
+        """Whether there are servers."""
+        return not (self.offline or self.debug.train_only)
+
+    @property
     def needs_reference(self) -> bool:
         return self.algo.needs_reference or self.train.objective == "dpo"
 
@@ -209,7 +216,7 @@ class Config(Section):
     @property
     def servers(self) -> list[EngineTable]:
         """One table for each server that this run starts, with all of its vLLM arguments (underscores in their names)."""
-        if self.offline:
+        if not self.served:
             return []
         tables = self.engine or ([] if self.rollout.engines else [EngineTable(count=self.rollout.num_engines)])
         out: list[EngineTable] = []
