@@ -37,11 +37,11 @@ def dump_samples(path: str, *groups: list[Sample] | None) -> None:
     """Write samples to `path`, one readable JSON object a line: texts first, then numbers, then per-token arrays of the response."""
     rows = (
         {
-            "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
+            "index": s.index, "uid": s.uid, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
             "label": s.label, "reward": s.reward, "status": str(s.status), "prompt_length": s.prompt_length,
             "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
             "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
-            "loss_mask": s.loss_mask, "uid": s.uid, "prompt_tokens": s.tokens[: s.prompt_length],
+            "loss_mask": s.loss_mask, "prompt_tokens": s.tokens[: s.prompt_length],
             "version_runs": [[v, sum(1 for _ in run)] for v, run in itertools.groupby(s.token_versions)],
         } | ({"images": [i["image"][:200] for i in s.images]} if s.images else {})
         for group in groups for s in group or ()

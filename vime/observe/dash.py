@@ -199,10 +199,8 @@ def application(folders: list[Path], token: str, engines: Callable[[Path], Any])
 
     @routes.get("/plotly.min.js")
     async def _plotly(request: web.Request) -> web.StreamResponse:
-        spec = find_spec("plotly")
-        return web.FileResponse(
-            Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js", headers={"Cache-Control": "max-age=86400"}
-        )
+        where = str(find_spec("plotly").origin)  # type: ignore[union-attr]  # `serve` has looked
+        return web.FileResponse(Path(where).parent / "package_data" / "plotly.min.js", headers={"Cache-Control": "max-age=86400"})
 
     @routes.get("/")
     async def _page(request: web.Request) -> web.StreamResponse:

@@ -1,5 +1,5 @@
 // Curves: one chart a metric, all runs that are switched on in it.
-import { $, config, el, layout, nice, plot, state } from "./app.js";
+import { $, config, el, layout, nice, plot, state } from "./page.js";
 
 const FIRST = ["rollout/raw_reward", "eval/reward", "rollout/response_len", "train/entropy", "train/logprob_abs_diff", "train/grad_norm", "perf/step_s", "rollout/truncated"];
 let shown = JSON.parse(localStorage.getItem("metrics") || "null");
