@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WORDS = "so the sum of both sides is then we can write this as let me check again answer therefore x equals two carry one and".split()
+WORDS = ("so the sum of both sides is then we can write this as let me check again answer " * 2).split()
 
 
 def make_run(folder: Path, samples: int, steps: int, tokens: int, seed: int = 0, group: int = 8) -> None:
@@ -124,9 +124,9 @@ def measure(url: str, samples: int, shots: Path | None) -> dict[str, float]:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         begun = time.monotonic()
         page.goto(url + "#samples", wait_until="commit")
-        page.wait_for_function("[...document.querySelectorAll('#list .row')].some(r => !r.hidden && r.lastChild.textContent)")
+        page.wait_for_selector("#list .row span:last-child:not(:empty)")
         out["first_text_s"] = time.monotonic() - begun
-        page.wait_for_function(f"document.getElementById('sample-count').textContent === '{samples} samples'")
+        page.get_by_text(f"{samples} samples", exact=True).wait_for()
         out["whole_s"] = time.monotonic() - begun
         page.wait_for_timeout(1000)
         for kind, frames in (("idle", 120), ("wheel", 600), ("leap", 300)):

@@ -50,19 +50,20 @@ class Run:
         if any(files.get(f) != at for f, at in self.known.items()):
             self.forget()
         for file in (f for f in files if f not in self.known):
-            at, self.known[file] = 0, files[file]
+            at, step, self.known[file] = 0, int(file.stem[5:]), files[file]
             for line in file.read_bytes().split(b"\n"):
-                self.add(file, at, line)
+                self.add(file, step, at, line)
                 at += len(line) + 1
 
-    def add(self, file: Path, at: int, line: bytes) -> None:
+    def add(self, file: Path, step: int, at: int, line: bytes) -> None:
         cut = line.find(CUT)
-        for text in (line[:cut] + b"}", line):  # the keys before the arrays are enough, where no text holds what looks like them
+        whole = line.endswith(b"}")
+        for text in (line[:cut] + b"}", line) if whole else ():  # the keys before the arrays are enough, where no text holds what looks like them
             with suppress(ValueError, KeyError, TypeError, AttributeError):
                 row = orjson.loads(text)
                 reward = row["reward"] if isinstance(row["reward"], int | float | None) else next((v for v in row["reward"].values()), None)
                 given = (row.get("uid", row["index"]), row["group_index"], reward, row["response_length"], row["status"], row["removed"])
-                values = (int(file.stem[5:]), *given, line.count(b'"decision": "block"'), len(row["weight_versions"]))
+                values = (step, *given, text.count(b'"decision": "block"'), len(row["weight_versions"]))
                 for column, value in zip(self.columns, values):
                     column.append(value)
                 self.places.append((file, at, len(line)))  # last: other threads count these
@@ -123,10 +124,7 @@ def application(folders: list[Path], token: str, engines: Callable[[Path], Any])
     runs, routes = [Run(f) for f in folders], web.RouteTableDef()
 
     def run_of(request: web.Request) -> Run:
-        i = int(request.match_info["run"])
-        if i >= len(runs):
-            raise web.HTTPNotFound
-        return runs[i]
+        return runs[int(request.match_info["run"])]
 
     def answer(value: Any) -> web.Response:
         return web.Response(body=orjson.dumps(value), content_type="application/json")
@@ -138,7 +136,10 @@ def application(folders: list[Path], token: str, engines: Callable[[Path], Any])
             raise web.HTTPUnauthorized(text="this dashboard wants its token: open the link that `vime dash` printed")
         if not token and request.url.host not in LOCAL:  # another site's name that was pointed here
             raise web.HTTPForbidden(text="ask for it at 127.0.0.1")
-        response = await handler(request)
+        try:
+            response = await handler(request)
+        except (LookupError, ValueError, OSError) as e:  # no such run, sample or file, or not any more
+            raise web.HTTPNotFound(text=said(e)) from e
         response.headers.update(SAFE)
         if token and "token" in request.query:
             response.set_cookie("vime_token", token, httponly=True, samesite="Strict")
@@ -153,14 +154,12 @@ def application(folders: list[Path], token: str, engines: Callable[[Path], Any])
     async def _file(request: web.Request) -> web.Response:
         """What a file has from byte ?from= on, up to its last whole line; header X-From says where that begins: 0 where the file was replaced."""
         path, start = run_of(request).folder / request.match_info["name"], int(request.query.get("from", 0))
-        try:
-            with open(path, "rb") as f:
-                size = f.seek(0, 2)
-                start = start if start <= size and (not start or f.seek(start - 1) is not None and f.read(1) == b"\n") else 0
-                f.seek(start)
-                data = f.read(CHUNK)
-        except OSError as e:
-            raise web.HTTPNotFound(text=said(e)) from e
+        with open(path, "rb") as f:
+            size = f.seek(0, 2)
+            f.seek(max(0, start - 1))
+            start = start if 0 < start <= size and f.read(1) == b"\n" else 0
+            f.seek(start)
+            data = f.read(CHUNK)
         whole = data[: data.rfind(b"\n") + 1]
         return web.Response(body=whole, content_type="text/plain", headers={"X-From": str(start), "X-Size": str(size)})
 

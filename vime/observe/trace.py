@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +25,15 @@ scope: ContextVar[str] = ContextVar("scope", default="")  # the eval dataset who
 
 
 class Out(NamedTuple):
-    """Where this process's spans go."""
+    """Where this process's spans go: the run's name, this process's, a file of lines or None, an OpenTelemetry processor or None."""
 
     run: str
-    file: Any  # of lines, or None
-    otlp: Any  # a BatchSpanProcessor, or None
-    resource: Any
+    process: str
+    file: Any
+    otlp: Any
 
 
-_out: Out | None = None  # None: no spans are recorded, `span` and `record` return at once
+_out: Out | None = None  # None: nothing is recorded, `span` and `record` return at once
 
 
 def start(cfg: Config, process: str) -> None:
@@ -42,10 +41,7 @@ def start(cfg: Config, process: str) -> None:
     global _out
     if not (cfg.trace.file or cfg.trace.otlp):
         return
-    from opentelemetry.sdk.resources import Resource
-
     otlp = file = None
-    resource = Resource({"service.name": "vime", "service.instance.id": process, "vime.run": cfg.name})
     if cfg.trace.file:
         (cfg.folder / FOLDER).mkdir(parents=True, exist_ok=True)
         file = open(cfg.folder / FOLDER / f"{process}.jsonl", "ab", buffering=0)  # noqa: SIM115 (the process's end closes it)
@@ -54,7 +50,7 @@ def start(cfg: Config, process: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         otlp = BatchSpanProcessor(OTLPSpanExporter(cfg.trace.otlp), schedule_delay_millis=500)
-    _out = Out(cfg.name, file, otlp, resource)
+    _out = Out(cfg.name, process, file, otlp)
 
 
 def stop() -> None:
@@ -77,29 +73,32 @@ def record(name: str, start: int, end: int, uids: Iterable[int] = (), **attribut
     """A span from `start` to `end` (ns since the epoch) in the trace of each sample, by uid; of none: of this process, in the trace of its `step`."""
     if not _out:
         return
+    lines, evaluation = [], scope.get()
+    for uid in [*uids] or (None,):
+        own = attributes | ({} if uid is None else {"sample": uid}) | ({"eval": evaluation} if evaluation else {})
+        what = f"step {attributes.get('step')}" if uid is None else f"{evaluation}sample {uid % SIBLINGS}"
+        trace, root = ids(_out.run, what)
+        span = root if name == "sample" else ids(_out.run, f"{what} {uid} {name} {start} {_out.process}")[1]
+        parent = None if span == root else root
+        if _out.otlp:
+            _out.otlp.on_end(_readable(name, trace, span, parent, start, end, own))
+        hexed = {"trace": f"{trace:032x}", "span": f"{span:016x}", "parent": parent and f"{parent:016x}"}
+        lines.append(orjson.dumps({"name": name} | hexed | {"start": start, "end": end, "attributes": own}))
+    if _out.file:
+        _out.file.write(b"\n".join([*lines, b""]))
+
+
+def _readable(name: str, trace: int, span: int, parent: int | None, start: int, end: int, attributes: dict[str, Any]) -> Any:
+    """A finished span of OpenTelemetry's SDK; it has no other way to say where a span that is over began."""
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, TraceFlags
 
-    flags, lines = TraceFlags(TraceFlags.SAMPLED), []
-    evaluation = {"eval": scope.get()} if scope.get() else {}
-    own: dict[str, Any]
-    for uid in [*uids] or (None,):
-        own = attributes | evaluation | ({} if uid is None else {"sample": uid})
-        what = f"step {attributes.get('step')}" if uid is None else f"{scope.get()}sample {uid % SIBLINGS}"
-        trace, root = ids(_out.run, what)
-        span = root if name == "sample" else ids(_out.run, f"{what} {name} {start} {_out.resource.attributes['service.instance.id']}")[1]
-        if _out.file:
-            parent = None if span == root else f"{root:016x}"
-            lines.append(
-                {"name": name, "trace": f"{trace:032x}", "span": f"{span:016x}", "parent": parent, "start": start, "end": end, "attributes": own}
-            )
-        if _out.otlp:
-            contexts = [SpanContext(trace, id_, False, flags) for id_ in (span, root)]
-            given = {k: v if isinstance(v, str | bool | int | float) else str(v) for k, v in own.items()}
-            at = {"start_time": start, "end_time": end, "resource": _out.resource, "attributes": given}
-            _out.otlp.on_end(ReadableSpan(name, contexts[0], None if span == root else contexts[1], **at))
-    if lines:
-        _out.file.write(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    assert _out
+    flags = TraceFlags(TraceFlags.SAMPLED)
+    here, above = SpanContext(trace, span, False, flags), SpanContext(trace, parent, False, flags) if parent else None
+    resource = Resource({"service.name": "vime", "service.instance.id": _out.process, "vime.run": _out.run})
+    return ReadableSpan(name, here, above, resource, attributes, start_time=start, end_time=end)
 
 
 @contextmanager
@@ -162,36 +161,15 @@ def ways(spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if "sample" in s["attributes"] and "eval" not in s["attributes"]:
             of[s["attributes"]["sample"]].append(s)
     out = []
-    for uid, own in of.items():
-        if not (roots := [s for s in own if s["name"] == "sample"]):
-            continue
-        root, stages = roots[-1], dict.fromkeys(STAGES, 0.0)
-        for s in own:
-            if s["name"] != "sample":
-                inside = min(s["end"], root["end"]) - max(s["start"], root["start"])
-                stages[s["name"]] = stages.get(s["name"], 0.0) + max(0, inside) / 1e9
-        seconds = (root["end"] - root["start"]) / 1e9
-        attempts = sum(s["name"] == "generate" for s in own)
-        stages["other"] = max(0.0, seconds - sum(stages.values()))
-        out.append({"sample": uid, "seconds": seconds, "attempts": attempts, "stages": stages} | root["attributes"])
+    for own in of.values():
+        if root := next((s for s in reversed(own) if s["name"] == "sample"), None):
+            stages = dict.fromkeys(STAGES, 0.0)
+            for s in own:
+                if s["name"] in stages:
+                    stages[s["name"]] += max(0, min(s["end"], root["end"]) - max(s["start"], root["start"])) / 1e9
+            seconds = (root["end"] - root["start"]) / 1e9
+            out.append(root["attributes"] | {"seconds": seconds, "stages": stages | {"other": max(0.0, seconds - sum(stages.values()))}})
     return sorted(out, key=lambda w: -w["seconds"])
-
-
-def busy(spans: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[list[float]]]]:
-    """{process: {phase: [[start, end], ...]}} in seconds since the epoch, overlaps joined: a process's phases, or what its samples did."""
-    rows: dict[str, dict[str, list[list[float]]]] = {}
-    key = lambda s: s["process"]  # noqa: E731
-    for process, group in groupby(sorted(spans, key=key), key):
-        own = list(group)
-        phases = [s for s in own if "sample" not in s["attributes"]] or own
-        row = rows.setdefault(process, {})
-        for s in sorted(phases, key=lambda s: s["start"]):
-            at, a, b = row.setdefault(s["name"], []), s["start"] / 1e9, s["end"] / 1e9
-            if at and a - at[-1][1] < 0.002:
-                at[-1][1] = max(at[-1][1], b)
-            else:
-                at.append([a, b])
-    return rows
 
 
 def perfetto(spans: Sequence[dict[str, Any]], file: Path) -> int:
@@ -215,26 +193,21 @@ def perfetto(spans: Sequence[dict[str, Any]], file: Path) -> int:
     return len(spans)
 
 
-def table(rows: Sequence[dict[str, Any]], bad: int = 0) -> str:
-    """`ways` as text: where the time of each went, in seconds."""
-    names = [n for n in dict.fromkeys([*STAGES, *(k for r in rows for k in r["stages"])]) if any(r["stages"].get(n, 0) >= 5e-4 for r in rows)]
-    lines = [f"{'sample':>10}{'step':>7}{'total':>9}{'tries':>7}" + "".join(f"{n:>10}" for n in names)]
-    for r in rows:
-        cells = "".join(f"{r['stages'].get(n, 0):>10.3f}" for n in names)
-        lines.append(f"{r['sample']:>10}{r['step']:>7}{r['seconds']:>9.3f}{r['attempts']:>7}{cells}")
-    return "\n".join(lines + [f"{bad} lines were no span and are left out"] * bool(bad))
-
-
 def command(run: str, slowest: int, file: str | None) -> int:
     """`vime trace`. Raises: VimeError where the run recorded nothing."""
     spans, bad = load(Path(run))
+    rows, names = ways(spans), [*STAGES, "other"]
     if not spans:
         raise VimeError(f"{run}/{FOLDER} holds no spans", "run with trace.file=true")
-    rows = ways(spans)
-    total = {k: sum(r["stages"].get(k, 0.0) for r in rows) for k in [*STAGES, "other"]}
-    shares = sorted(((v / (sum(total.values()) or 1), k) for k, v in total.items()), reverse=True)
-    print(f"{len(rows)} trained samples, {len(spans)} spans; of their time " + ", ".join(f"{k} {v:.0%}" for v, k in shares if v >= 0.005))
-    print(table(rows[:slowest], bad))
+    seconds = sum(r["seconds"] for r in rows) or 1.0
+    shares = sorted(((sum(r["stages"][k] for r in rows) / seconds, k) for k in names), reverse=True)
+    print(
+        f"{len(rows)} trained samples, {len(spans)} spans, {bad} damaged lines; of their time "
+        + ", ".join(f"{k} {v:.0%}" for v, k in shares if v >= 0.005)
+    )
+    print(f"{'sample':>10}{'step':>7}{'seconds':>9}" + "".join(f"{k:>10}" for k in names))
+    for r in rows[:slowest]:
+        print(f"{r['sample']:>10}{r['step']:>7}{r['seconds']:>9.3f}" + "".join(f"{r['stages'][k]:>10.3f}" for k in names))
     if file:
         print(f"{perfetto(spans, Path(file))} spans in {file}: open it at https://ui.perfetto.dev")
     return 0

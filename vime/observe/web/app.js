@@ -7,7 +7,7 @@ import * as timeline from "./timeline.js";
 import { $, Lines, el, get, notice, state } from "./page.js";
 
 const views = { curves, samples, timeline, groups, engines };
-const COLORS = ["#2f6bdb", "#e0742b", "#2a9d6f", "#a24bc4", "#c9a227", "#d6456b", "#4aa3c7", "#7a6a58"]; // told apart on light and dark
+const COLORS = ["#3f7be8", "#e0742b", "#2a9d6f", "#a24bc4", "#c9a227", "#d6456b", "#4aa3c7", "#7a6a58"]; // told apart on light and dark
 const POLL = 2000; // ms between looks at a run that is at work
 function open(tab) {
   state.tab = tab;
