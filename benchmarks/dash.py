@@ -45,7 +45,9 @@ def make_run(folder: Path, samples: int, steps: int, tokens: int, seed: int = 0,
             if agent:
                 call = {"tool": "bash", "args": {"command": "pytest -q"}, "observation": "3 passed", "status": "ok", "seconds": 1.25}
                 verdict = {"decision": "block", "rule": "tests-are-read-only", "reason": "writes to tests/"}
-                metadata["steps"] = [call, {"tool": "edit", "args": {"path": "tests/test_a.py"}, "status": "blocked", "verdict": verdict}][: 1 + (uid % 50 == 0)]
+                metadata["steps"] = [call, {"tool": "edit", "args": {"path": "tests/test_a.py"}, "status": "blocked", "verdict": verdict}][
+                    : 1 + (uid % 50 == 0)
+                ]
             lines.append(
                 {"index": uid, "uid": uid, "group_index": uid // group, "rollout_id": uid, "prompt": f"<|user|>What is {uid % 97} + {step}? Think it through.<|assistant|>",
                  "response": text, "label": "42", "reward": float(good), "status": "completed" if n < tokens else "truncated", "prompt_length": 24, "response_length": n,
@@ -81,7 +83,10 @@ def make_run(folder: Path, samples: int, steps: int, tokens: int, seed: int = 0,
                             a, b = at + rng.random() * 3e9, at + rng.uniform(8, seconds) * 1e9
                             uid = (step - 1) * per_step + w * 12 + k
                             of = {"process": f"worker-{w}", "attributes": {"sample": uid, "step": step}}
-                            spans += [{"name": "generate", "start": a, "end": b} | of, {"name": "reward", "start": b, "end": b + rng.random() * 2e9} | of]
+                            spans += [
+                                {"name": "generate", "start": a, "end": b} | of,
+                                {"name": "reward", "start": b, "end": b + rng.random() * 2e9} | of,
+                            ]
                             spans.append({"name": "sample", "start": at, "end": at + sum(phases.values()) * 1e9} | of | {"process": "controller"})
                 at += seconds * 1e9
     for process in {s["process"] for s in spans}:

@@ -57,7 +57,9 @@ def test_what_is_damaged_is_left_out_and_counted(made, tmp_path):
     broken = [lines[0], b"\xff\xfe not json", lines[2][:200], json.dumps(odd).encode(), b"[1, 2]", b"", lines[3][:-30]]
     (tmp_path / "samples/step_000001.jsonl").write_bytes(b"\n".join(broken))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "tr')
-    (_, index, _), (_, whole, _), (_, metrics, head), (status, _, _) = ask(tmp_path, "/api/index/0", "/api/sample/0/1", "/api/file/0/metrics.jsonl", "/api/sample/0/99")
+    (_, index, _), (_, whole, _), (_, metrics, head), (status, _, _) = ask(
+        tmp_path, "/api/index/0", "/api/sample/0/1", "/api/file/0/metrics.jsonl", "/api/sample/0/99"
+    )
     assert index["columns"]["uid"] == [0, 1] and index["bad"] == 4
     assert index["columns"]["reward"][1] == 0.25 and whole["prompt"] == odd["prompt"]
     assert metrics == b'{"step": 1}\n{"step": 2}\n' and head["X-From"] == "0"
@@ -100,7 +102,9 @@ def test_only_files_of_the_run_are_handed_out(made):
 def test_a_token_is_asked_for_and_other_names_are_refused(made):
     assert [s for s, _, _ in ask(made, "/", "/api/runs", "/web/app.js", "/?token=wrong", token="right")] == [401] * 4
     first, then = ask(made, "/?token=right", "/api/runs", token="right")
-    assert first[0] == 200 and "HttpOnly" in first[2]["Set-Cookie"] and "SameSite=Strict" in first[2]["Set-Cookie"] and then[0] == 200, "the cookie suffices"
+    assert first[0] == 200 and "HttpOnly" in first[2]["Set-Cookie"] and "SameSite=Strict" in first[2]["Set-Cookie"] and then[0] == 200, (
+        "the cookie suffices"
+    )
     assert ask(made, "/api/runs", Host="evil.example")[0][0] == 403, "a name that was pointed at 127.0.0.1"
     assert ask(made, "/", token="right", Cookie="vime_token=right", Host="node7:80")[0][0] == 200
     policy = ask(made, "/")[0][2]["Content-Security-Policy"]

@@ -26,7 +26,9 @@ def write(folder: Path, steps: int = 3, **changed) -> str:
         sample |= {k: v for k, v in now.items() if k in sample}
         (folder / f"samples/step_{step:06d}.jsonl").write_text(json.dumps(sample) + '\n{"torn')
         (folder / f"samples/step_{step:06d}.train-0.json").write_text(json.dumps({"3": now.get("train", [-0.1, None, -0.3])}))
-        rows.append({"step": step, "train/loss": now.get("metric", 0.5), "perf/step_s": hash(str(folder)) % 97, "rollout/engine_busy": hash(str(folder)) % 89})
+        rows.append(
+            {"step": step, "train/loss": now.get("metric", 0.5), "perf/step_s": hash(str(folder)) % 97, "rollout/engine_busy": hash(str(folder)) % 89}
+        )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return str(folder)
 

@@ -102,14 +102,16 @@ def test_command_shows_the_slowest_and_tolerates_torn_lines(tmp_path, capsys):
 
 
 spans_of_a_run = st.lists(
-    st.tuples(st.sampled_from([*trace.STAGES, "sample"]), st.integers(0, 4), st.integers(0, 1000), st.integers(0, 500), st.sampled_from("ab")), max_size=40
+    st.tuples(st.sampled_from([*trace.STAGES, "sample"]), st.integers(0, 4), st.integers(0, 1000), st.integers(0, 500), st.sampled_from("ab")),
+    max_size=40,
 )
 
 
 @given(spans_of_a_run)
 def test_stages_lie_within_the_way_and_lanes_never_overlap(tmp_path_factory, drawn):
     spans = sorted(
-        ({"name": n, "start": a, "end": a + d, "process": p, "trace": str(u), "attributes": {"sample": u, "step": 1}} for n, u, a, d, p in drawn), key=lambda s: s["start"]
+        ({"name": n, "start": a, "end": a + d, "process": p, "trace": str(u), "attributes": {"sample": u, "step": 1}} for n, u, a, d, p in drawn),
+        key=lambda s: s["start"],
     )
     for w in trace.ways(spans):
         assert all(0 <= v <= w["seconds"] * len(spans) + 1e-12 for v in w["stages"].values())

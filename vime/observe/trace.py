@@ -25,12 +25,13 @@ scope: ContextVar[str] = ContextVar("scope", default="")  # the eval dataset who
 
 
 class Out(NamedTuple):
-    """Where this process's spans go: the run's name, this process's, a file of lines or None, an OpenTelemetry processor or None."""
+    """Where this process's spans go: the run's name, this process's, a file of lines or None, an OpenTelemetry processor or None, and its resource."""
 
     run: str
     process: str
     file: Any
     otlp: Any
+    resource: Any
 
 
 _out: Out | None = None  # None: nothing is recorded, `span` and `record` return at once
@@ -41,16 +42,18 @@ def start(cfg: Config, process: str) -> None:
     global _out
     if not (cfg.trace.file or cfg.trace.otlp):
         return
-    otlp = file = None
+    otlp = file = resource = None
     if cfg.trace.file:
         (cfg.folder / FOLDER).mkdir(parents=True, exist_ok=True)
         file = open(cfg.folder / FOLDER / f"{process}.jsonl", "ab", buffering=0)  # noqa: SIM115 (the process's end closes it)
     if cfg.trace.otlp:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        otlp = BatchSpanProcessor(OTLPSpanExporter(cfg.trace.otlp), schedule_delay_millis=500)
-    _out = Out(cfg.name, process, file, otlp)
+        otlp = BatchSpanProcessor(OTLPSpanExporter(cfg.trace.otlp), max_queue_size=1 << 16, schedule_delay_millis=500)
+        resource = Resource({"service.name": "vime", "service.instance.id": process, "vime.run": cfg.name})
+    _out = Out(cfg.name, process, file, otlp, resource)
 
 
 def stop() -> None:
@@ -90,15 +93,13 @@ def record(name: str, start: int, end: int, uids: Iterable[int] = (), **attribut
 
 def _readable(name: str, trace: int, span: int, parent: int | None, start: int, end: int, attributes: dict[str, Any]) -> Any:
     """A finished span of OpenTelemetry's SDK; it has no other way to say where a span that is over began."""
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, TraceFlags
 
     assert _out
     flags = TraceFlags(TraceFlags.SAMPLED)
     here, above = SpanContext(trace, span, False, flags), SpanContext(trace, parent, False, flags) if parent else None
-    resource = Resource({"service.name": "vime", "service.instance.id": _out.process, "vime.run": _out.run})
-    return ReadableSpan(name, here, above, resource, attributes, start_time=start, end_time=end)
+    return ReadableSpan(name, here, above, _out.resource, attributes, start_time=start, end_time=end)
 
 
 @contextmanager

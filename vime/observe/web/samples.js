@@ -7,7 +7,7 @@ const list = $("list"), spacer = $("spacer");
 let run = null, order = [], selected = -1; // `selected`: position in `order`
 let hits = null; // samples that hold the searched text, as a Set, or null
 const pool = []; // row elements, reused for whatever is in sight
-let shownDetail = -1;
+let current = -1; // the sample that is shown, or about to be
 
 const empty = () => ({ n: 0, columns: {}, heads: new Map(), asked: new Set(), whole: false });
 
@@ -114,6 +114,7 @@ function draw() {
 function select(at) {
   if (!order.length) return;
   selected = Math.max(0, Math.min(order.length - 1, at));
+  current = order[selected];
   const top = selected * ROW;
   if (top < list.scrollTop) list.scrollTop = top;
   else if (top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top + ROW - list.clientHeight;
@@ -125,9 +126,9 @@ function select(at) {
 
 async function open(i) {
   const of = run, c = run.index.columns;
-  shownDetail = i;
+  current = i;
   const sample = await get(`/api/sample/${of.i}/${i}`);
-  if (shownDetail !== i || of !== run) return; // another one was chosen meanwhile
+  if (current !== i || of !== run) return; // another one was chosen meanwhile
   const siblings = [];
   for (let k = i; k >= 0 && c.group_index[k] === c.group_index[i] && c.step[k] === c.step[i]; k--) siblings.unshift(k);
   for (let k = i + 1; k < run.index.n && c.group_index[k] === c.group_index[i] && c.step[k] === c.step[i]; k++) siblings.push(k);
@@ -142,8 +143,8 @@ function go(i) {
 }
 
 function sibling(by) {
-  const c = run.index.columns, i = shownDetail + by;
-  if (shownDetail >= 0 && i >= 0 && i < run.index.n && c.group_index[i] === c.group_index[shownDetail]) go(i);
+  const c = run.index.columns, i = current + by;
+  if (current >= 0 && i >= 0 && i < run.index.n && c.group_index[i] === c.group_index[current]) go(i);
 }
 
 export function key(e) {
