@@ -20,6 +20,9 @@ EXAMPLES = """examples:
   vime gateway --engine http://127.0.0.1:8000 --model DIR   providers' APIs in front of a vLLM server, tokens recorded
   vime bench dataplane --quick                     what it costs to move samples, through a controller and past it
   vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same
+  vime dash runs/demo runs/other                   curves, samples, timeline and servers in the browser, live and afterwards
+  vime trace runs/demo --slowest 10                where the time of the slowest samples went
+  vime diff runs/demo runs/other                   the first step and field where two runs part
   vime export runs/demo --out my-model             the trained model as a Hugging Face folder
   vime doctor                                      what this machine can run, and what is missing
 """
@@ -143,6 +146,27 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("--args", default="{}", metavar="JSON", help='what to make them with: {"search": {"url": "http://127.0.0.1:8123"}}')
     y.add_argument("--base", metavar="DIR", help="a sandbox for them, whose work folder begins as this one")
 
+    d = command(sub, "dash", "look at runs in the browser: curves, samples, timeline, servers; live while they train, and afterwards")
+    d.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, <run_dir>/<name>; a folder of such folders stands for all of them")
+    d.add_argument("--port", type=int, default=8765, help="(8765; 0: any free one)")
+    d.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1); with any other the printed link holds a token that is asked for")
+
+    r = command(sub, "trace", "where the time of a run's samples went, from the spans of [trace] file = true")
+    r.add_argument("run", help="the run's folder, <run_dir>/<name>")
+    r.add_argument("--slowest", type=int, default=10, metavar="N", help="so many samples, the slowest first (10)")
+    r.add_argument("--perfetto", metavar="FILE", help="write all spans as a file for ui.perfetto.dev")
+
+    f = command(sub, "diff", "the first step and field where two runs part: samples, then metrics. Exit code 1 where they do")
+    f.add_argument("a", metavar="RUN", help="the run's folder")
+    f.add_argument("b", metavar="RUN", help="the other's")
+    f.add_argument("--tol", type=float, default=0.0, metavar="X", help="numbers that differ by no more are the same (0)")
+
+    q = command(sub, "replay", "score a recorded sample on a server and generate it again. Exit code 1 where the logprobs differ")
+    q.add_argument("run", help="the run's folder, <run_dir>/<name>")
+    q.add_argument("--sample", type=int, required=True, metavar="UID", help="its uid in samples/")
+    q.add_argument("--engine", required=True, metavar="URL", help="a vLLM server; `vime engines RUN list` shows a running job's")
+    q.add_argument("--step", type=int, help="of this step (the newest that has it)")
+
     x = command(sub, "export", "copy the Hugging Face folder out of a run's checkpoint: whole weights, configuration, tokenizer")
     x.add_argument("run", help="the run's folder, <run_dir>/<name>")
     x.add_argument("--step", type=int, help="of which checkpoint (the newest)")
@@ -169,6 +193,23 @@ def run(args: argparse.Namespace) -> int:
 
         print(checkpoint.export(Path(args.run), args.step, Path(args.out)))
         return 0
+    if args.command == "diff":
+        from vime.observe import diff
+
+        return diff.command(args.a, args.b, args.tol)
+    if args.command == "trace":
+        from vime.observe import trace
+
+        return trace.command(args.run, args.slowest, args.perfetto)
+    if args.command == "dash":
+        from vime.observe import dash
+        from vime.rollout import control
+
+        return dash.serve(args.runs, args.host, args.port, control.listing)
+    if args.command == "replay":
+        from vime.rollout import replay
+
+        return replay.command(args.run, args.sample, args.engine, args.step)
     from vime import config
 
     if args.command == "engines":

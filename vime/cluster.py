@@ -106,13 +106,13 @@ class Cluster:
         host = "127.0.0.1" if local else ray.util.get_node_ip_address()
         folder = str(self.folder.resolve())
         name = f"{cfg.name}-{zlib.crc32(folder.encode()):08x}"
-        self.plane = Plane(cfg.data_plane, name, 1 if cfg.offline else cfg.rollout.num_workers, self.folder / "logs", host)
-        puts = cfg.offline or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)
+        self.plane = Plane(cfg.data_plane, name, cfg.rollout.num_workers if cfg.served else 1, self.folder / "logs", host)
+        puts = not cfg.served or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)
         self.store = open_store(self.plane.spec, "driver" if puts else "")
         self.engines = {i: self._engine(i, {}) for i in range(len(cfg.servers))}
         started = [e.start.remote() for e in self.engines.values()]
-        ready = self.start_trainers(host, checkpoint)
-        if cfg.offline:
+        ready = [] if cfg.debug.rollout_only else self.start_trainers(host, checkpoint)
+        if not cfg.served:
             self.gather(ready, "trainer rank")
             return self.write_pids()
         urls = [*self.gather(started, "engine"), *(u.rstrip("/") for u in cfg.rollout.engines)]
@@ -141,6 +141,7 @@ class Cluster:
         cfg, n, port = self.cfg, self.cfg.parallel.ranks, free_port()
         threads = str(max(1, (os.cpu_count() or 1) // n))
         env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
+        env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if cfg.debug.deterministic else {}
         env["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's large tensors in huge pages: on a CPU page faults are a tenth of a step
         trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
         self.trainers = [trainer.remote(self.stacks(r).resolve(), self.plane.spec, cfg, r, n, host, port) for r in range(n)]
@@ -400,8 +401,11 @@ class Cluster:
 
     def save(self, folder: Path, keep: int | None = None) -> None:
         """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first. With `keep`, see Trainer.save."""
-        self.gather([task for task, _ in self._dumps], "sample dump")
+        self.flush_dumps()
         self.gather([t.call.remote("save", str(folder.resolve()), keep) for t in self.trainers], "trainer rank", f"saving {folder.name}")
+
+    def flush_dumps(self) -> None:
+        self.gather([task for task, _ in self._dumps], "sample dump")
 
     def flush(self) -> None:
         self.gather([t.call.remote("flush") for t in self.trainers], "trainer rank", "writing a checkpoint")

@@ -17,6 +17,7 @@ from vime.errors import VimeError, nearest
 from vime.sections import (
     AgentConfig,
     DataPlaneConfig,
+    DebugConfig,
     EngineTable,
     EvalConfig,
     GatewayConfig,
@@ -25,6 +26,7 @@ from vime.sections import (
     RayConfig,
     RewardConfig,
     Section,
+    TraceConfig,
 )  # fmt: skip
 
 AGENTS = "vime.agents.rollout:generate"  # the rollout.custom_generate of a run with an [agent]
@@ -190,6 +192,8 @@ class Config(Section):
     gateway: GatewayConfig = GatewayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    trace: TraceConfig = TraceConfig()
+    debug: DebugConfig = DebugConfig()
     ray: RayConfig = RayConfig()
     vllm: dict[str, Any] = Field({}, description="any vLLM server argument: max_num_seqs = 64 becomes --max-num-seqs 64")
     args: dict[str, Any] = Field({}, description="settings of your own plug-ins: max_turns = 4 becomes args.max_turns")
@@ -213,6 +217,11 @@ class Config(Section):
         return self.train.objective != "rl"
 
     @property
+    def served(self) -> bool:
+        """Whether there are servers."""
+        return not (self.offline or self.debug.train_only)
+
+    @property
     def needs_reference(self) -> bool:
         return self.algo.needs_reference or self.train.objective == "dpo"
 
@@ -224,7 +233,7 @@ class Config(Section):
     @property
     def servers(self) -> list[EngineTable]:
         """One table for each server that this run starts, with all of its vLLM arguments (underscores in their names)."""
-        if self.offline:
+        if not self.served:
             return []
         tables = self.engine or ([] if self.rollout.engines else [EngineTable(count=self.rollout.num_engines)])
         out: list[EngineTable] = []

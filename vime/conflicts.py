@@ -19,7 +19,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg)
+    faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg) + debug(cfg)
     r, t = cfg.rollout, cfg.train
     if r.max_response_len >= r.max_context_len:
         faults.append(f"rollout.max_response_len {r.max_response_len} leaves no room for a prompt in max_context_len {r.max_context_len}")
@@ -150,6 +150,23 @@ def objective(cfg: Config) -> list[str]:
     unused += [k for k, v in others.items() if v] + ["train.mode"] * (cfg.train.mode != "sync") + ["train.max_staleness"] * bool(cfg.train.max_staleness)
     what = f"train.objective = {kind!r} reads its samples from the file, and trains on them as they are"
     return [f"{what}: leave out {', '.join(unused)}"] if unused else []
+
+
+def debug(cfg: Config) -> list[str]:
+    """What the modes of [debug] and [trace] don't go with."""
+    d, r, t, faults = cfg.debug, cfg.rollout, cfg.train, []
+    halves = {"debug.rollout_only": d.rollout_only, "debug.train_only": d.train_only}
+    plain = t.mode == "sync" and not (t.max_staleness or t.stream or cfg.offline or r.partial_rollout)
+    for key in (k for k, on in halves.items() if on and not plain):
+        faults.append(f'{key} takes whole steps of the newest weights: train.mode = "sync", objective = "rl", no max_staleness, stream, partial_rollout')
+    if all(halves.values()):
+        faults.append("debug.rollout_only and debug.train_only leave nothing to run: set one of them")
+    if d.deterministic and (t.mode == "async" or t.stream or r.partial_rollout or r.over_sampling_batch_size):
+        faults.append("debug.deterministic: async mode, train.stream, partial_rollout and over-sampling depend on who is first: leave them out")
+    package = "opentelemetry.exporter" if cfg.trace.otlp else "opentelemetry"
+    if (cfg.trace.file or cfg.trace.otlp) and not (find_spec("opentelemetry") and find_spec(package) and find_spec("opentelemetry.sdk")):
+        faults.append('[trace] needs OpenTelemetry: pip install "vime[observe]"')
+    return faults
 
 
 def data_plane(cfg: Config) -> list[str]:

@@ -146,9 +146,27 @@ class LogConfig(Section):
     wandb: bool = False
     trackio: bool = False
     project: str = "vime"
-    samples: bool = Field(True, description="write samples/step_N.jsonl")
+    samples: bool = Field(True, description="write samples/step_N.jsonl, and the trainer's logprobs of them beside it")
+    prometheus_port: int | None = Field(None, ge=1, le=65535, description="the controller's /metrics for Prometheus, see docs/traces.md")
+    prometheus_host: str = Field("127.0.0.1", description="the address that it binds; 0.0.0.0: all, without a password")
     rollout_hook: str | None = Field(None, description="plug-in: logs a step's samples; true in return leaves out the rollout/ metrics")
     eval_hook: str | None = Field(None, description="plug-in: logs an evaluation; true in return leaves out the eval/ metrics")
+
+
+class TraceConfig(Section):
+    """OpenTelemetry spans of every sample's way, see docs/traces.md."""
+
+    file: bool = Field(False, description="write them to <run>/trace/, and trace.json for Perfetto when the run ends; `vime trace` reads them")
+    otlp: str | None = Field(None, pattern="^https?://", description="also send them to this OTLP/HTTP endpoint, as http://host:4318/v1/traces")
+
+
+class DebugConfig(Section):
+    """One half of a run at a time, and runs that repeat, see docs/debugging.md."""
+
+    save_rollouts: bool = Field(False, description="write rollouts/step_N.jsonl: each step's samples in whole, for train_only")
+    rollout_only: bool = Field(False, description="no trainer: generate and score with the model as it is, save_rollouts included")
+    train_only: str | None = Field(None, description="no servers: train on the rollouts/ of this run's folder, step by step")
+    deterministic: bool = Field(False, description="seed each request, deterministic kernels: equal runs give equal samples, see `vime diff`")
 
 
 class MooncakeConfig(Section):

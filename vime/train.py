@@ -23,11 +23,12 @@ from vime.data.prompts import Prompts
 from vime.data.tokenizer import load
 from vime.errors import VimeError
 from vime.folder import Start, look, opened, summary
+from vime.observe import trace
 from vime.observe.evals import eval_metrics
 from vime.observe.metrics import MetricLogger, plot, read
 from vime.rollout import filters
 from vime.rollout.engine import claim_port, on_cpu
-from vime.rollout.offline import Offline
+from vime.rollout.offline import Offline, Recorded, recorded
 from vime.rollout.plugged import WHOLE_BATCH, UserPrompts, process_batch, whole_evaluation, whole_rollout
 from vime.rollout.pool import GROUPS, Flight, Pool, too_late
 from vime.sample import Sample, SampleMeta, Status
@@ -97,7 +98,9 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
             from vime.trainer.parallel import class_of
 
             attempt("algo.advantage_estimator: ", class_of, cfg.algo.critic_model or cfg.model, True)
-    for key, first, n in (("vllm.port", cfg.vllm.get("port"), len(cfg.servers)), ("router.port", cfg.router.get("port"), 1)):
+    for key, first, n in (
+        ("vllm.port", cfg.vllm.get("port"), len(cfg.servers)), ("router.port", cfg.router.get("port"), 1), ("log.prometheus_port", cfg.log.prometheus_port, 1),
+    ):  # fmt: skip
         for port in range(first, first + n) if first else ():
             attempt("", claim_port, port, key)
 
@@ -122,6 +125,8 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
             attempt(f"eval dataset {d.name}: ", hooks.load, d.custom_generate, "rollout.custom_generate")
     if cfg.rollout.colocate and cfg.servers and on_cpu():
         faults.append("rollout.colocate: this vLLM is built for the CPU, where a server that is told to sleep frees nothing; leave it out")
+    if cfg.debug.train_only and not (last := recorded(cfg.debug.train_only, cfg.train.steps)).exists():
+        faults.append(f"debug.train_only: there is no {last}; train.steps is {cfg.train.steps}")
     attempt("", rewards.resolve, cfg.reward)
     attempt("", filters.resolve, cfg.rollout.dynamic_filter)
     if cfg.weights.delta and attempt("", server_dtype, cfg) == "float32":
@@ -157,10 +162,11 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
     optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
     rollout = f"{r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router"
     rollout = f"none: {r.batch_size} {'pairs' if cfg.train.objective == 'dpo' else 'dialogues'} a step" if cfg.offline else rollout
+    rollout = f"none: samples of {cfg.debug.train_only}" if cfg.debug.train_only else rollout
     return f"""\
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
 data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
-rollout    {rollout}{"" if cfg.offline else f", {r.num_workers} worker(s)"}
+rollout    {rollout}{f", {r.num_workers} worker(s)" if cfg.served else ""}
 train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
 reward     {"none, train.objective = " + cfg.train.objective if cfg.offline else cfg.reward.function}
 folder     {place}
@@ -269,6 +275,7 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
     folder, ckpt, state, start = cfg.folder, *begin
     width = int(model.shape(cfg.model).get("hidden_size") or 0)
     log = MetricLogger(cfg, folder, cfg.train.steps, start)
+    trace.start(cfg, "controller")
     saved = start
 
     def save(step: int) -> None:
@@ -297,12 +304,13 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 cluster.start(ckpt)
                 args = hooks.plugin_args(cfg, cluster.router.url if cluster.router else None)
                 source = UserPrompts(cfg, args) if cfg.data.source else prompts
-                online = None if cfg.offline else Pool(cfg, cluster, source, start + 1, args, cluster.ledger(state["ledger"] if ckpt else None))
-                pool = online or Offline(cfg, cluster, prompts, start + 1)
+                online = Pool(cfg, cluster, source, start + 1, args, cluster.ledger(state["ledger"] if ckpt else None)) if cfg.served else None
+                pool = online or (Recorded if cfg.debug.train_only else Offline)(cfg, cluster, prompts, start + 1)
                 if ckpt:
                     pool.restore(state, ckpt)
                 if cluster.fleet:
-                    cluster.publish(start)
+                    if not cfg.debug.rollout_only:
+                        cluster.publish(start)
                     cluster.fleet.watch()
                     cluster.measure()
                 interrupt.looping = True
@@ -311,6 +319,8 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
             servers = f"; weights v{start} published to {len(cluster.fleet.urls)} engine(s)" if cluster.fleet else ""
             console.print(f"started in {time.monotonic() - t:.0f} s{servers}")
             evaluated = held_out or cfg.rollout.eval_function
+            if online and cfg.debug.rollout_only:
+                return generate_only(cfg, args, cluster, online, log, interrupt)
             if online and evaluated and start == 0:
                 log.log(0, evaluate(cfg, args, cluster, online, held_out, 0))
             for step in range(start + 1, cfg.train.steps + 1):
@@ -345,6 +355,8 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 t3 = time.monotonic()
                 if cfg.log.samples:
                     cluster.dump(folder / "samples" / f"step_{step:06d}.jsonl", data)
+                if cfg.debug.save_rollouts:
+                    cluster.save_groups(recorded(folder, step), [data[g] for g in sorted(data)])
                 hook, extra, metrics = cfg.log.rollout_hook, pool.metrics() | own, dict(stats)
                 if cfg.offline:
                     metrics |= extra
@@ -365,16 +377,42 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                 log.log(step, metrics)
                 if step % cfg.checkpoint.interval == 0 or last:
                     save(step)
+                trace.step(step, {"rollout": (t0, t1), "train": (t1, t2), "sync": (t2, t3), "rest": (t3, time.monotonic())}, batch)
                 if last:
                     break
         finally:
             log.close()
+            trace.stop()
+    if cfg.trace.file:
+        trace.perfetto(trace.load(folder)[0], folder / "trace.json")
     picture = plot(folder)
     if interrupt.requested and saved < cfg.train.steps:
         console.print(f"stopped after step {saved}, saved; continue with --resume")
         return 130
     report(folder, picture)
     return 0
+
+
+def generate_only(cfg: Config, args: hooks.Args, cluster: Cluster, pool: Pool, log: MetricLogger, interrupt: Interrupt) -> int:
+    """debug.rollout_only: the first half of each step. The servers have the weights that they started with, version -1."""
+    for step in range(1, cfg.train.steps + 1):
+        t0, pool.version = time.monotonic(), -1
+        batch, own = whole_rollout(pool, args) if cfg.rollout.function else (pool.take(), {})
+        process_batch(pool, args, batch)
+        data = {f.group_index: f.data for f in batch if f.data}
+        seconds = time.monotonic() - t0
+        cluster.save_groups(recorded(cfg.folder, step), [data[g] for g in sorted(data)])
+        if cfg.log.samples:
+            cluster.dump(cfg.folder / "samples" / f"step_{step:06d}.jsonl", data)
+        of_servers, _ = cluster.measured(step)
+        metrics = rollout_metrics([m for f in batch for m in f.metas], -1, seconds) | pool.metrics() | own | of_servers
+        cluster.free(pool.trained(step, batch))
+        log.log(step, metrics | {"perf/step_s": time.monotonic() - t0})
+        if interrupt.requested:
+            break
+    cluster.flush_dumps()
+    console.print(f"samples of {step} steps in {recorded(cfg.folder, step).parent}; train on them with debug.train_only={cfg.folder}", soft_wrap=True)
+    return 130 if step < cfg.train.steps else 0
 
 
 def report(folder: Path, picture: Path) -> None:

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from vime.errors import VimeError, said
 from vime.sample import Sample, meta_of
 
@@ -17,7 +19,7 @@ def write_groups(path: str, *groups: list[Sample] | None) -> None:
         except ValueError as e:
             raise VimeError(f"a checkpoint cannot hold {e}", "a plug-in put it there") from e
     lines = (json.dumps(group and [s.to_dict() for s in group]) + "\n" for group in groups)
-    Path(path).write_text("".join(lines))
+    _whole(Path(path), "".join(lines).encode())
 
 
 def read_groups(path: str, ready: list[bool], key: str | None) -> list[Any]:
@@ -35,17 +37,28 @@ def dump_samples(path: str, *groups: list[Sample] | None) -> None:
     """Write samples to `path`, one readable JSON object a line: texts first, then numbers, then per-token arrays of the response."""
     rows = (
         {
-            "index": s.index, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
+            "index": s.index, "uid": s.uid, "group_index": s.group_index, "rollout_id": s.rollout_id, "prompt": s.prompt, "response": s.response,
             "label": s.label, "reward": s.reward, "status": str(s.status), "prompt_length": s.prompt_length,
             "response_length": s.response_length, "weight_versions": s.weight_versions, "removed": s.remove_sample,
             "metadata": s.metadata, "tokens": s.tokens[s.prompt_length :], "log_probs": [round(x, 5) for x in s.rollout_log_probs],
-            "loss_mask": s.loss_mask,
+            "loss_mask": s.loss_mask, "prompt_tokens": s.tokens[: s.prompt_length],
+            "version_runs": [[v, sum(1 for _ in run)] for v, run in itertools.groupby(s.token_versions)],
         } | ({"images": [i["image"][:200] for i in s.images]} if s.images else {})
         for group in groups for s in group or ()
     )  # fmt: skip
-    target = Path(path)
+    # half a surrogate pair, which a response may hold, has no UTF-8
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    _whole(Path(path), text.encode("utf-8", errors="backslashreplace"))
+
+
+def dump_log_probs(path: Path, seen: dict[int, list[float]]) -> None:
+    """Write the trainer's logprobs of a step's trained tokens, by uid; null where no loss looked at a token."""
+    _whole(path, orjson.dumps({str(uid): [round(x, 5) for x in values] for uid, values in seen.items()}))
+
+
+def _whole(target: Path, content: bytes) -> None:
+    """Nobody sees a half-written file."""
     tmp = target.with_suffix(".tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # half a surrogate pair, which a response may hold, has no UTF-8
-    tmp.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), "utf-8", errors="backslashreplace")
+    tmp.write_bytes(content)
     tmp.replace(target)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import time
 import uuid
@@ -53,7 +54,7 @@ class MetricLogger:
         self._live: Live | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers")
         self._trackers: list[Tracker] = []
-        for name, opener in {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}.items():
+        for name, opener in {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "prometheus_port": _prometheus}.items():
             if getattr(cfg.log, name):
                 self._thread.submit(self._guard, name, lambda opener=opener: self._trackers.append(opener(cfg, folder, start_step)))  # type: ignore[misc]
 
@@ -173,6 +174,27 @@ def _trackio(cfg: Config, folder: Path, start: int) -> Tracker:
 
     trackio.init(project=cfg.log.project, name=cfg.name, config=cfg.model_dump(), resume="allow" if start else "never", embed=False)
     return "trackio", lambda step, values: trackio.log(values, step=step), trackio.finish
+
+
+def _prometheus(cfg: Config, folder: Path, start: int) -> Tracker:
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    registry, gauges = CollectorRegistry(), dict[str, Gauge]()
+    server, thread = start_http_server(cfg.log.prometheus_port or 0, cfg.log.prometheus_host, registry)
+
+    def log(step: int, values: dict[str, float]) -> None:
+        for k, v in ({"step": float(step)} | values).items():
+            name = "vime_" + re.sub(r"[^a-zA-Z0-9]+", "_", k)
+            if name not in gauges:
+                gauges[name] = Gauge(name, k, ["run"], registry=registry)
+            gauges[name].labels(cfg.name).set(v)
+
+    def end() -> None:
+        server.shutdown()
+        thread.join()
+
+    log(start, {})
+    return "prometheus", log, end
 
 
 def plot(folder: Path) -> Path:

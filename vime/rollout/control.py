@@ -180,6 +180,11 @@ def ask(folder: Path, say: Say, **question: Any) -> Any:
     raise VimeError(f"the run in {folder} ended before it answered")
 
 
+def listing(folder: Path) -> list[dict[str, Any]]:
+    """What `vime engines RUN list` shows. Raises: VimeError where no run is at work in the folder."""
+    return list(ask(folder, lambda text: None, action="list", vllm={}))
+
+
 def command(folder: str, action: str, words: list[str]) -> str:
     """`vime engines`: put the words of the command line to the run; the text to print. Progress goes to stderr."""
     vllm = {keys[0]: value for keys, value in map(parse_override, (w for w in words if "=" in w and "://" not in w))}

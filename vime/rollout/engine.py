@@ -189,7 +189,7 @@ class Engine(Served):
     def environment(self) -> dict[str, str]:
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"} | self.env
         if not on_cpu():
-            return env
+            return {"VLLM_BATCH_INVARIANT": "1"} | env if self.cfg.debug.deterministic else env
         # Servers and trainer take turns on the same cores, so threads may spin for microseconds only. Intel's OpenMP, which vLLM
         # suggests to preload, was slower in that setting than the one torch brings.
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.cfg.servers)))

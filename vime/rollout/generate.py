@@ -1,6 +1,7 @@
 """Single-turn generation: token ids in, token ids with logprobs and weight versions out."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from vime.config import Config
 from vime.data import images, tokenizer
 from vime.errors import VimeError
 from vime.hooks import Args
+from vime.observe import trace
 from vime.rollout.http import EngineClient
 from vime.sample import FINISHED, Sample, Status
 
@@ -85,6 +87,11 @@ def sampling_params(cfg: Config | Args, evaluation: str = "", greedy: bool = Fal
     return params | {k: v for k, v in {"stop": r.stop, "stop_token_ids": r.stop_token_ids}.items() if v}
 
 
+def seed_of(sample: Sample, seed: int) -> int:
+    """Of a request that goes on from a sample's tokens, with debug.deterministic; apart from those of other groups and turns."""
+    return (seed * 1_000_003 + sample.group_index * 65_537 + sample.part * 8_191 + sample.index + sample.response_length * 31) % (1 << 31)
+
+
 def for_plugin(params: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters as slime's plug-ins know them: vLLM's, but for the name of max_new_tokens, and special tokens stay in texts."""
     return {"skip_special_tokens": False} | {"max_new_tokens" if k == "max_tokens" else k: v for k, v in params.items()}
@@ -134,7 +141,9 @@ async def _request(samples: list[Sample], cfg: Config | Args, params: dict[str, 
     first, at = samples[0], link.get()
     # vLLM cuts silently at its context length, so the room is computed here.
     room = min(params["max_tokens"] - first.response_length, cfg.rollout.max_context_len - len(first.tokens))
+    uids, waited = [s.uid for s in samples], time.time_ns()
     async with at.slots.take(len(samples)):
+        trace.record("queue", waited, time.time_ns(), uids)
         if room <= 0 or at.stop.is_set():
             for s in samples:
                 s.status = Status.TRUNCATED if room <= 0 else Status.ABORTED
@@ -142,15 +151,18 @@ async def _request(samples: list[Sample], cfg: Config | Args, params: dict[str, 
         replay = cfg.rollout.routing_replay
         routed = min(s.routed for s in samples)  # what is known need not be sent again
         given: dict[str, Any] = {}
+        if cfg.debug.deterministic:  # the server adds i for choice number i
+            params = params | {"seed": seed_of(first, cfg.seed)}
         if first.images:  # the server puts each image in place of its one placeholder, and says what the prompt became
             given["content_parts"] = await asyncio.to_thread(lambda: [images.content_part(i) for i in first.images])
-        choices = await at.client.generate(
-            _placeholders(first) + first.tokens[first.prompt_length :] if first.images else first.tokens,
-            params | {"n": len(samples), "max_tokens": room} | ({"routed_experts_prompt_start": routed} if replay else {}),
-            session_id=first.session_id or f"group-{first.group_index}",
-            timeout=cfg.rollout.request_timeout,
-            **given,
-        )
+        with trace.span("generate", uids):
+            choices = await at.client.generate(
+                _placeholders(first) + first.tokens[first.prompt_length :] if first.images else first.tokens,
+                params | {"n": len(samples), "max_tokens": room} | ({"routed_experts_prompt_start": routed} if replay else {}),
+                session_id=first.session_id or f"group-{first.group_index}",
+                timeout=cfg.rollout.request_timeout,
+                **given,
+            )
     for s, c in zip(samples, choices):
         if c.prompt_ids is not None:
             _expand(s, c.prompt_ids)

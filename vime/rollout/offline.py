@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config import Config
 from vime.data.plane import Ref
 from vime.data.prompts import Prompts
+from vime.errors import VimeError, said
 from vime.rollout.pool import Flight
-from vime.sample import meta_of
+from vime.sample import Sample, meta_of
 
 if TYPE_CHECKING:
     from vime.cluster import Cluster
@@ -41,3 +43,30 @@ class Offline:
 
     def restore(self, state: dict[str, Any], folder: Path) -> None:
         self.examples.load_state(state["prompts"])
+
+
+ROLLOUTS = "rollouts"  # in a run's folder, of debug.save_rollouts
+
+
+def recorded(folder: str | Path, step: int) -> Path:
+    return Path(folder) / ROLLOUTS / f"step_{step:06d}.jsonl"
+
+
+class Recorded(Offline):
+    """debug.train_only: the groups of each step that another run has written. What its servers sampled before any publish counts as fresh."""
+
+    def take(self) -> list[Flight]:
+        file, out = recorded(self.cluster.cfg.debug.train_only or "", self.version + 1), []
+        try:
+            groups = [[Sample.from_dict(d) for d in row] for row in map(json.loads, file.read_text().splitlines()) if row]
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            raise VimeError(f"{file} cannot be read: {said(e)}", "debug.train_only is the folder of a run with debug.save_rollouts") from e
+        for group in groups:
+            for s in group:
+                s.token_versions = [self.version if v < 0 and m else v for v, m in zip(s.token_versions, s.loss_mask)]
+            n, metas = group[0].group_index, [meta_of(s, self.cluster.cfg.reward.key) for s in group]
+            out.append(Flight(n, n, self.version, metas, self.cluster.put(group)))
+        return out
+
+    def metrics(self) -> dict[str, float]:
+        return {}

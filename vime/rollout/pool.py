@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,6 +41,9 @@ class Flight:
     data: Ref | None = None  # where the finished samples are
     reason: str = ""  # of a spare: why it was filtered
     origin: Task | None = None  # its prompt, to begin anew from
+    born: int = field(default_factory=time.time_ns)  # for its samples' spans, and so are the next two: when it was finished, and taken
+    ready: int = 0
+    taken: int = 0
 
 
 def feasible(deadlines: Iterable[int], step: int, batch: int) -> bool:
@@ -146,6 +150,7 @@ class Pool:
         else:
             flight.metas, flight.data = report.metas, data
             flight.oldest = flight.oldest if report.oldest is None else report.oldest
+            flight.ready = time.time_ns()
             self.ready.append(flight)
 
     def put_back(self, flight: Flight, data: Any, oldest: int | None) -> None:
@@ -196,6 +201,8 @@ class Pool:
         self.close(chosen)
 
     def close(self, chosen: list[Flight]) -> None:
+        for f in chosen:
+            f.taken = time.time_ns()
         for f in self.spares:
             if f not in chosen:
                 self.counts[f"dropped_{f.reason}"] += 1

@@ -18,6 +18,7 @@ from vime.data.plane import Lost, Ref, Spec, StoreFull, open_store
 from vime.data.prompts import Prompts
 from vime.data.records import read_groups
 from vime.errors import VimeError, said
+from vime.observe import trace
 from vime.rollout import filters
 from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
 from vime.rollout.http import EngineClient, EngineDown
@@ -211,7 +212,7 @@ class RolloutWorker:
         """Set the rewards that custom_generate didn't. Raises RewardError naming a sample."""
         together = [s for s in samples if self.cfg.reward.group and s.reward is None and not s.custom_rm_path]
         if together:
-            with self._blame(together[0]):
+            with self._blame(together[0]), trace.span("reward", [s.uid for s in together]):
                 values = await rewards.score_group(self.reward, self.args, together, self.cfg.reward.timeout, self.threads)
             for s, value in zip(together, values):
                 s.reward = value
@@ -226,7 +227,7 @@ class RolloutWorker:
 
     async def _score(self, sample: Sample) -> None:
         if sample.reward is None:
-            with self._blame(sample):
+            with self._blame(sample), trace.span("reward", [sample.uid]):
                 fn = rewards.resolve(self.cfg.reward, sample.custom_rm_path) if sample.custom_rm_path else self.reward
                 sample.reward = await rewards.score(fn, self.args, sample, self.cfg.reward.timeout, self.threads)
 
@@ -253,6 +254,7 @@ class Actor(RolloutWorker):
         self.attempt = itertools.count()
         self.label = f"{index}.{os.getpid()}"  # a worker that Ray has restarted counts anew
         self.store = open_store(spec, f"worker-{index}")
+        trace.start(cfg, f"worker-{index}")
 
     async def prepare(self, sources: dict[str, Prompts]) -> None:
         """The prompts to train on under "", those of each eval dataset under its name. Once after each start: groups wait for it."""
@@ -263,18 +265,22 @@ class Actor(RolloutWorker):
         """`run_group` of a task, group `number` of the run. The report's `ref` says where the samples are, if they are wanted. A group that the
         data plane has lost starts again from its prompt."""
         await self.prepared.wait()
+        trace.scope.set(evaluation)
+        begun = time.time_ns()
         try:
             group = await asyncio.to_thread(self.drawn, task, evaluation)
         except Lost:
             if self.cfg.data.source:
                 raise
             group = await asyncio.to_thread(self.drawn, number, evaluation)
+        trace.record("prompt", begun, time.time_ns(), [s.uid for s in group])
         report, done = await self.run_group(group, version, wave, evaluation)
         r = self.cfg.rollout
         kept = (r.partial_rollout or r.mask_offpolicy_prefix) and any(s.response_length for s in done)
         wanted = bool(self.cfg.log.eval_hook) if evaluation else not report.interrupted or kept
         if wanted and (not report.dropped or report.spare):
-            report.ref = await self.put(report.group_index, done)
+            with trace.span("put", [s.uid for s in done]):
+                report.ref = await self.put(report.group_index, done)
         return report
 
     def drawn(self, task: Task, evaluation: str) -> list[Sample]:

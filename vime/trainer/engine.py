@@ -91,6 +91,7 @@ class Trainer:
         self.own: Counter[str] = Counter()  # metrics of these functions of the user's, summed over the batch
         self.bad_steps = 0  # optimizer steps in a row that had no finite loss and gradient
         self.begun: list[Begun] = []  # at most one
+        self.seen: dict[int, list[float]] = {}  # with log.samples: logprobs of trained tokens, by uid, until they are taken
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None  # the newest checkpoint.async_save
 
@@ -103,6 +104,7 @@ class Trainer:
         if cfg.train.offload != "none" and self.device.type == "cpu":
             raise VimeError(f'train.offload = "{cfg.train.offload}": this trainer runs on the CPU, whose memory that is', "leave it out")
         torch.manual_seed(cfg.seed + self.rank)
+        torch.use_deterministic_algorithms(cfg.debug.deterministic)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
         axes.check(cfg)
@@ -199,6 +201,8 @@ class Trainer:
         sums = torch.zeros(len(steps), len(SUMS), dtype=torch.float64, device=self.device)
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
         norms: list[float] = []  # of the steps that were taken
+        for batch in batches if self.cfg.log.samples else ():
+            batch.seen = torch.full_like(batch.rollout_log_probs, math.nan)
         skipped = 0  # trained tokens of this rank in the others
         for mini, total, scale in () if frozen else zip(steps, sums, plan.scales, strict=True):
             before, rows = (worst.clone(), Counter(self.own)), sums.new_zeros(len(mini), len(SUMS))
@@ -227,6 +231,9 @@ class Trainer:
             total += rows.sum(0)
             self.update(norm, self.model, self.optimizer)
             norms.append(norm)
+        for batch in (b for b in batches if b.seen is not None):
+            parts = batch.seen.cpu().split([sum(s.loss_mask) for s in batch.samples])  # type: ignore[union-attr]
+            self.seen |= {s.uid: part.tolist() for s, part in zip(batch.samples, parts)}
         mine = sum(b.ids.numel() for b in batches) if self.layout.last and self.layout.tp == 0 else 0
         counted = [mine, sum(len(b.labels) for b in batches), skipped, stale.sum(), 0, 0]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device)
@@ -328,6 +335,8 @@ class Trainer:
         def loss_of(lp: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
             rollout, weight, advantages = batch.rollout_log_probs[part], batch.weights[part], batch.advantages[part]
             train = lp.detach() if batch.old is None else batch.old[part]
+            if batch.seen is not None:
+                batch.seen[part] = train
             old = rollout if algo.correction == "rollout_logprobs" else train
             pg, clipped = policy_loss(lp, old, advantages, algo.eps_clip, high, algo.eps_clip_c, algo.policy_loss, lengths)
             one = torch.ones_like(rollout)

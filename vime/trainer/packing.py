@@ -44,6 +44,7 @@ class Pack:
     where: list[torch.Tensor] = field(default_factory=list)  # per sample, the positions (0..T-1) of all its tokens but the last
     old: torch.Tensor | None = None  # (M,) logprobs before the update; None: this forward's own
     ref: torch.Tensor | None = None  # (M,) logprobs of the reference
+    seen: torch.Tensor | None = None  # (M,) what the loss took for the logprobs before the update, for people to look at; NaN: it took none
     values: torch.Tensor | None = None  # (M,) the critic's, before its update
     returns: torch.Tensor | None = None  # (M,) what it should have said
     routing: torch.Tensor | None = None  # (T, layers, top_k) int16: each token's experts, -1 where nothing needs them to be known

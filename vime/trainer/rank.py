@@ -5,6 +5,8 @@ from typing import Any
 
 from vime.config import Config
 from vime.data.plane import Ref, Spec
+from vime.data.records import dump_log_probs
+from vime.observe import trace
 from vime.procs import watched
 from vime.sample import Sample
 from vime.trainer.batch import RankPlan
@@ -18,16 +20,22 @@ class Rank:
 
         self.trainer, self.stacks, self.spec, self.timeout = Trainer(cfg, *args), stacks, spec, cfg.train.step_timeout
         self.samples: list[Sample] = []
+        self.lead = False  # of the ranks of this host that train the same samples: it records their spans
+        trace.start(cfg, f"trainer-{args[0]}")
 
     def call(self, method: str, *args: Any) -> Any:
-        with watched(self.stacks, self.timeout):
-            return getattr(self if hasattr(self, method) else self.trainer, method)(*args)
+        held = self.samples
+        with watched(self.stacks, self.timeout), trace.span(method, phase=True) as of:
+            out = getattr(self if hasattr(self, method) else self.trainer, method)(*args)
+            of += [s.uid for s in held or self.samples if self.lead]
+        return out
 
     def setup(self, checkpoint: str | None) -> None:
         from vime.trainer.feed import Feed
 
         self.trainer.setup(checkpoint)
         self.feed = Feed(self.spec, self.trainer)
+        self.lead = self.feed.first == self.trainer.rank
 
     def load(self, step: int, refs: list[Ref]) -> list[str]:
         """Take this rank's part of a batch from the data plane. Returns the keys that are lost, the same on every rank: then none is loaded."""
@@ -36,4 +44,9 @@ class Rank:
 
     def train(self, step: int, plan: RankPlan) -> dict[str, float]:
         samples, self.samples = self.samples, []
-        return self.trainer.train(step, plan, samples)
+        out = self.trainer.train(step, plan, samples)
+        if out:  # the step is done, not only a part of it
+            seen, self.trainer.seen = self.trainer.seen, {}
+            if seen:
+                dump_log_probs(self.stacks.parents[1] / "samples" / f"step_{step:06d}.train-{self.trainer.rank}.json", seen)
+        return out
