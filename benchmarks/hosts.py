@@ -25,12 +25,13 @@ class Hosts:
         self.producers, self.consumers, self.count, self.rate = producers, consumers, 1 + producers + consumers, rate
         missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if not shutil.which(tool)]
         if os.geteuid() or missing:
-            raise VimeError(f"--hosts needs {'root' if os.geteuid() else ' and '.join(missing)}", "network namespaces: root, iproute2 and util-linux")
+            raise VimeError(f"hosts need {'root' if os.geteuid() else ' and '.join(missing)}", "network namespaces: root, iproute2 and util-linux")
         log = folder / "hosts.log"
         holders = [spawn(["unshare", "--net", "sleep", "infinity"], log, {}) for _ in range(self.count + 1)]
         for holder in holders:
             stack.callback(holder.stop)
-        self.pids, switch = [h.pid for h in holders[:-1]], holders[-1].pid
+        self.pids, self.switch = [h.pid for h in holders[:-1]], holders[-1].pid
+        switch = self.switch
         mine = os.readlink("/proc/self/ns/net")
         while any(os.readlink(f"/proc/{p}/ns/net") == mine for p in [*self.pids, switch]):
             time.sleep(0.01)
@@ -49,7 +50,11 @@ class Hosts:
             done = subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *c.split()], capture_output=True, text=True)
             if done.returncode:
                 fix = "this kernel has no netem: leave --delay away" if "netem" in c else "network namespaces are not to be had here"
-                raise VimeError(f"--hosts: {c}: {done.stderr.strip()}", fix)
+                raise VimeError(f"hosts: {c}: {done.stderr.strip()}", fix)
+
+    def cut(self, i: int) -> None:
+        """Host i is gone for all others, as when its cable is pulled: nothing answers, nothing says so. Its processes go on."""
+        self._run(self.switch, f"ip link set port{i} down")
 
     def address(self, i: int) -> str:
         return f"{NET}{i + 1}"

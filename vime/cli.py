@@ -13,7 +13,7 @@ EXAMPLES = """examples:
   vime model get smollm2-135m                      a small real model, ready to train
   vime train run.toml --dry-run                    check everything, start nothing
   vime train run.toml train.lr=2e-5 name=lr2e-5    override any key of docs/config.md
-  vime plan run.toml parallel.tp=2                 does this layout fit the model; which one would
+  vime plan run.toml --gpus 8 --gpu-type h100      does it fit: layout, memory, links, time; what would
   vime train run.toml --resume                     continue from the newest checkpoint
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
@@ -51,9 +51,12 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--resume", action="store_true", help="continue the run from its newest complete checkpoint")
     how.add_argument("--overwrite", action="store_true", help="delete the run's folder first")
 
-    y = command(sub, "plan", "check a run's [parallel] layout against its model's config.json, and say what each rank holds")
-    y.add_argument("config", help="TOML file of the run")
+    y = command(sub, "plan", "check a run against its model's config.json and the accelerators it is to have: layout, memory, links, time")
+    y.add_argument("config", nargs="?", help="TOML file of the run")
     y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    y.add_argument("--gpus", type=int, metavar="N", help="how many there are in all (as many as the run takes); without both options only the layout")
+    y.add_argument("--gpu-type", metavar="KIND", help="h100, h200, b200, gb300, mi300x, ascend910b or cpu (cpu)")
+    y.add_argument("--example", metavar="NAME", help="glm-5.2: a layout of 16 nodes of 4 GB300, and what of it fits here")
 
     command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail")
 
@@ -251,12 +254,12 @@ def run(args: argparse.Namespace) -> int:
         from vime import doctor
 
         return doctor.run()
-    cfg = config.load(args.config, args.overrides)
     if args.command == "plan":
-        from vime.trainer import axes
+        from vime import plan
 
-        print(axes.describe(cfg))
+        plan.command(args.config, args.overrides, args.gpu_type, args.gpus, args.example)
         return 0
+    cfg = config.load(args.config, args.overrides)
     from vime import train
 
     if args.dry_run:

@@ -15,6 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions as rex
 
-from vime import hooks
+from vime import hooks, nodes
 from vime.config import Config
 from vime.data.ledger import Ledger
 from vime.data.payload import fields_of, samples_of
@@ -65,6 +66,7 @@ class Cluster:
 
     def __init__(self, cfg: Config, folder: Path, take_signals: Callable[[], None] = lambda: None, sources: dict[str, Prompts] | None = None):
         self.cfg, self.folder, self.take_signals = cfg, folder, take_signals
+        self.local = cfg.ray.address is None
         self.sources = sources or {}  # of prompts, that the workers draw from by number
         self.engines: dict[int, Any] = {}  # by number: those that this run started
         self.changes: dict[int, dict[str, Any]] = {}  # vLLM arguments that `vime engines` gave them
@@ -91,9 +93,9 @@ class Cluster:
     def start(self, checkpoint: Path | None) -> None:
         """Start Ray, engines, router, workers and trainer ranks, offline the latter only; returns when all answer. Raises: VimeError of the
         first part that cannot start, with its log tail."""
-        cfg, local = self.cfg, self.cfg.ray.address is None
+        cfg, local = self.cfg, self.local
         try:
-            own: dict[str, Any] = {"num_cpus": 1024, "include_dashboard": False} if local else {}
+            own: dict[str, Any] = {"num_cpus": 1024, "include_dashboard": False} if local else {"runtime_env": {"worker_process_setup_hook": nodes.setup_hook()}}
             quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
             ray.init(address=cfg.ray.address or "local", namespace=f"vime-{cfg.name}", **own, **quiet)
         except Exception as e:  # Ray raises half a dozen types here
@@ -103,22 +105,25 @@ class Cluster:
             me = psutil.Process()
             self._ray_pids = [p for p in me.children(recursive=True) if p.name() in ("gcs_server", "raylet")]
             self._follower = Follower([p.pid for p in self._ray_pids])
-        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
+        else:
+            nodes.check(cfg, self.folder)
+        host = nodes.address(local)
         folder = str(self.folder.resolve())
         name = f"{cfg.name}-{zlib.crc32(folder.encode()):08x}"
         self.plane = Plane(cfg.data_plane, name, cfg.rollout.num_workers if cfg.served else 1, self.folder / "logs", host)
         puts = not cfg.served or cfg.rollout.function or any(hooks.paths(cfg, key) for key in WHOLE_BATCH)
         self.store = open_store(self.plane.spec, "driver" if puts else "")
+        ready = [] if cfg.debug.rollout_only else self.start_trainers(checkpoint)
         self.engines = {i: self._engine(i, {}) for i in range(len(cfg.servers))}
         started = [e.start.remote() for e in self.engines.values()]
-        ready = [] if cfg.debug.rollout_only else self.start_trainers(host, checkpoint)
         if not cfg.served:
             self.gather(ready, "trainer rank")
             return self.write_pids()
         urls = [*self.gather(started, "engine"), *(u.rstrip("/") for u in cfg.rollout.engines)]
-        self.router = Router(cfg, urls, folder)
+        self.router = Router(cfg, urls, folder, host)
         url = self.router.start()
-        worker = ray.remote(Actor).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000)
+        spread = {} if local else {"scheduling_strategy": "SPREAD"}
+        worker = ray.remote(Actor).options(num_cpus=0, max_restarts=-1, max_concurrency=10_000, **spread)
         self.workers = [worker.remote(cfg, url, i, self.plane.spec) for i in range(cfg.rollout.num_workers)]
         self._given_out = ray.put(self.sources)
         prepared = [w.prepare.remote(self._given_out) for w in self.workers]
@@ -136,16 +141,20 @@ class Cluster:
         except VimeError as e:  # a file system without sockets
             print(f"warning: `vime engines` is off for this run: {e}", file=sys.stderr, flush=True)
 
-    def start_trainers(self, host: str, checkpoint: Path | None) -> list[Any]:
+    def start_trainers(self, checkpoint: Path | None) -> list[Any]:
         """The trainer ranks begin to load their model, that of a checkpoint where one is given; returns what to `gather` until they have."""
-        cfg, n, port = self.cfg, self.cfg.parallel.ranks, free_port()
+        cfg, n = self.cfg, self.cfg.parallel.ranks
         threads = str(max(1, (os.cpu_count() or 1) // n))
         env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if cfg.debug.deterministic else {}
         env["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's large tensors in huge pages: on a CPU page faults are a tenth of a step
-        trainer = ray.remote(Rank).options(num_cpus=1, max_restarts=0, runtime_env={"env_vars": env})
-        self.trainers = [trainer.remote(self.stacks(r).resolve(), self.plane.spec, cfg, r, n, host, port) for r in range(n)]
-        return [t.call.remote("setup", str(checkpoint) if checkpoint else None) for t in self.trainers]
+        trainer = ray.remote(Rank)
+        places = [{}] * n if self.local else nodes.for_ranks(cfg)
+        alike = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": env}}
+        self.trainers = [trainer.options(**alike, **p).remote(self.stacks(r).resolve(), self.plane.spec, cfg, r, n) for r, p in enumerate(places)]
+        meet = self.trainers[0].__ray_call__.remote(lambda _, local: nodes.meeting(local), self.local)
+        hosts = [t.__ray_call__.remote(lambda _, local: nodes.address(local), self.local) for t in self.trainers]
+        return [t.call.remote("setup", str(checkpoint) if checkpoint else None, meet, h) for t, h in zip(self.trainers, hosts)]
 
     def stacks(self, rank: int) -> Path:
         """Where a trainer rank that takes too long writes its stacks."""
@@ -223,12 +232,18 @@ class Cluster:
             shutil.rmtree(location(self.cfg), ignore_errors=True)
 
     def _engine(self, i: int, changes: dict[str, Any]) -> Any:
-        actor = ray.remote(Engine).options(num_cpus=0, max_restarts=-1)
-        return actor.remote(self.cfg, i, str(self.folder.resolve()), free_port(), changes)
+        given, folder = self.arguments(i, changes), str(self.folder.resolve())
+        place = {"num_cpus": 0} if self.local else nodes.for_engine(given, self.cfg)
+        port = free_port() if self.local else None  # of this host
+        return ray.remote(Engine).options(max_restarts=-1, **place).remote(self.cfg, i, folder, port, changes, partial(nodes.address, self.local))
+
+    def arguments(self, i: int, changes: dict[str, Any] | None) -> dict[str, Any]:
+        """vLLM's, of server i."""
+        return Engine(self.cfg, i, str(self.folder), 0, changes).arguments(0)
 
     def _note_draft(self, i: int) -> None:
         assert self.fleet
-        args = Engine(self.cfg, i, str(self.folder), 0, self.changes.get(i)).arguments(0)
+        args = self.arguments(i, self.changes.get(i))
         (self.fleet.drafts.add if drafts_itself(args) else self.fleet.drafts.discard)(i)
 
     def start_engine(self, i: int, changes: dict[str, Any]) -> str:
@@ -243,16 +258,24 @@ class Cluster:
         self._note_draft(i)
         return url
 
-    def restart_engine(self, i: int, changes: dict[str, Any] | None = None) -> None:
-        """Start engine i anew on its port, with these and earlier changes of its vLLM arguments; Ray restarts its actor where that died."""
+    def restart_engine(self, i: int, changes: dict[str, Any] | None = None) -> str:
+        """Start engine i anew on its port, with these and earlier changes of its vLLM arguments; Ray restarts its actor where that died, on
+        another node where its own is gone. Returns its URL."""
         wanted = self.changes.get(i, {}) | (changes or {})
-        for attempt in (1, 2):
+        tries, end = 2, time.monotonic() + WORKER_BACK
+        while True:
             try:
-                ray.get(self.engines[i].restart.remote(wanted))
+                url = str(ray.get(self.engines[i].restart.remote(wanted)))
                 self.changes[i] = wanted
-                return self._note_draft(i)
+                self._note_draft(i)
+                return url
+            except rex.ActorUnavailableError as e:  # its node does not answer, and Ray has not given it up yet
+                if time.monotonic() > end:
+                    raise VimeError(f"engine {i}: its node does not answer: {cause(e)}") from e
+                time.sleep(1)
             except DEAD as e:
-                if attempt == 2:
+                tries -= 1
+                if not tries:
                     raise VimeError(f"engine {i}: the process that holds it keeps dying: {cause(e)}") from e
             except rex.RayTaskError as e:
                 raise cause(e) from None

@@ -66,10 +66,10 @@ def spawn(cmd: list[str], log: Path, env: dict[str, str]) -> Child:
     return Child(guard, int(rest), ours)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nothing listens on now, of the interface with address `host`: the loopback one."""
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((host, 0))
         return int(s.getsockname()[1])
 
 

@@ -203,4 +203,7 @@ class DataPlaneConfig(Section):
 
 
 class RayConfig(Section):
+    """Several hosts: docs/multi-node.md."""
+
     address: str | None = Field(None, description="a running Ray cluster; unset: a local one for this run")
+    placement: Literal["pack", "spread"] = Field("pack", description="on a cluster: trainer ranks on as few nodes as hold them, or on as many as there are")

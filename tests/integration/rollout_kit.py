@@ -59,10 +59,10 @@ class Stack:
         self.restarts = 0
         self.fleet = Fleet([server.url], self.restart, self.router)
 
-    def restart(self, i: int) -> None:
+    def restart(self, i: int) -> str:
         assert i == 0
         self.restarts += 1
-        self.server.engine.restart()
+        return str(self.server.engine.restart())
 
     def policy(self) -> Policy:
         self.version += 1

@@ -26,7 +26,7 @@ class Control:
     """The driver's side. `restart(i, changes)` starts server i anew with other vLLM arguments, `start(i, changes)` starts one more under
     that number and returns its URL."""
 
-    def __init__(self, fleet: Fleet, folder: Path, restart: Callable[[int, dict[str, Any]], None], start: Callable[[int, dict[str, Any]], str]):
+    def __init__(self, fleet: Fleet, folder: Path, restart: Callable[[int, dict[str, Any]], str], start: Callable[[int, dict[str, Any]], str]):
         self.fleet, self.restart, self.start = fleet, restart, start
         self._one = threading.Lock()
         with _at(folder) as path:
@@ -128,7 +128,7 @@ class Control:
         try:
             if not external:
                 say(f"{self.at(i)}: starting anew" + (f" with {json.dumps(vllm)}" if vllm else ""))
-                self.restart(i, vllm)
+                self.fleet.moved(i, self.restart(i, vllm))
             return self._join(i, say)
         except VimeError as e:
             raise VimeError(f"{self.at(i)} stays out: {e.what}", e.fix, e.log) from e

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,14 @@ def flags(args: dict[str, Any]) -> list[str]:
     return out
 
 
-def claim_port(wanted: int | None, key: str) -> int:
+def claim_port(wanted: int | None, key: str, host: str = "127.0.0.1") -> int:
     """`wanted` if nothing listens on it, or a free port. Raises VimeError naming `key` where it is taken."""
     if wanted is None:
-        return free_port()
+        return free_port(host)
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            s.bind(("127.0.0.1", wanted))
+            s.bind((host, wanted))
         except OSError as e:
             raise VimeError(f"{key}: port {wanted} is taken ({e.strerror})", f"free it, or leave {key} out to get a free one") from e
     return wanted
@@ -81,8 +82,9 @@ class Served:
     module = health = name = key = ""  # of python -m; path that answers 200; in errors; configuration key of the port
     timeout = 1800.0  # seconds; a large model takes minutes to load
 
-    def __init__(self, log: Path, port: int | None):
-        self.log, self.port, self.url = log, port, ""
+    def __init__(self, log: Path, port: int | None, host: str = "127.0.0.1"):
+        """`host`: where it listens, which is the address that others reach it by."""
+        self.log, self.port, self.host, self.url = log, port, host, ""
         self._child: Child | None = None
 
     def arguments(self, port: int) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class Served:
         while True:
             tries -= 1
             try:
-                self.port = self._start(claim_port(self.port, self.key))
+                self.port = self._start(claim_port(self.port, self.key, self.host))
                 return self.url
             except VimeError as e:
                 if not tries or self.port is not None or "already in use" not in e.what:
@@ -108,7 +110,7 @@ class Served:
         skip = self.log.stat().st_size if self.log.exists() else 0
         args = self.arguments(port)
         self._child = spawn([sys.executable, "-m", self.module, *flags(args)], self.log, self.environment())
-        host = "127.0.0.1" if args["host"] in ("0.0.0.0", "::") else args["host"]
+        host = self.host if args["host"] in ("0.0.0.0", "::") else args["host"]
         self.url = f"http://{host}:{port}"
         give_up = time.monotonic() + self.timeout
         while not answers(self.url + self.health):
@@ -143,14 +145,18 @@ class Engine(Served):
 
     module, health, key = "vllm.entrypoints.openai.api_server", "/health", "vllm.port"
 
-    def __init__(self, cfg: Config, index: int, folder: str, port: int | None = None, changes: dict[str, Any] | None = None):
-        """`changes` are vLLM arguments laid over those of the configuration; a server beyond the configured ones has those of [vllm]."""
+    def __init__(
+        self, cfg: Config, index: int, folder: str, port: int | None = None, changes: dict[str, Any] | None = None,
+        host: Callable[[], str] = lambda: "127.0.0.1",
+    ):  # fmt: skip
+        """`changes` are vLLM arguments laid over those of the configuration; a server beyond the configured ones has those of [vllm]. `host`
+        is asked where this server runs, which may be elsewhere after its node is gone."""
         servers = cfg.servers
         more = {k.replace("-", "_"): v for k, v in cfg.vllm.items() if k != "port"}
         table = servers[index] if index < len(servers) else EngineTable(vllm=more)
         self.base, self.env = table.vllm, table.env
         self.given = self.base | (changes or {})
-        super().__init__(Path(folder) / "logs" / f"engine-{index}.log", self.given.get("port", port))
+        super().__init__(Path(folder) / "logs" / f"engine-{index}.log", self.given.get("port", port), host())
         self.cfg, self.index, self.name = cfg, index, f"engine {index}: vLLM"
 
     def restart(self, changes: dict[str, Any] | None = None) -> str:
@@ -162,7 +168,7 @@ class Engine(Served):
         cfg, given = self.cfg, self.given
         args: dict[str, Any] = {
             "model": cfg.model,
-            "host": "127.0.0.1",
+            "host": self.host,
             "dtype": cfg.train.dtype,
             "max_model_len": cfg.rollout.max_context_len,
             "max_num_seqs": cfg.rollout.concurrency,
@@ -187,7 +193,8 @@ class Engine(Served):
         return args | given | {"port": port}
 
     def environment(self) -> dict[str, str]:
-        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"} | self.env
+        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env |= ({} if self.host == "127.0.0.1" else {"VLLM_HOST_IP": self.host}) | self.env
         if not on_cpu():
             return {"VLLM_BATCH_INVARIANT": "1"} | env if self.cfg.debug.deterministic else env
         # Servers and trainer take turns on the same cores, so threads may spin for microseconds only. Intel's OpenMP, which vLLM

@@ -31,12 +31,12 @@ class Weights(NamedTuple):
 
 
 class Fleet:
-    """All servers of a run, by index. restart(i) blocks until server i is up again on the same URL; None where all were started elsewhere, as
-    those in `external` were. The draft model of those in `drafts` is the policy itself. Sync methods; the HTTP calls run in a private event
-    loop thread. Publishing, healing and whoever holds `lock` exclude each other."""
+    """All servers of a run, by index. restart(i) blocks until server i is up again and returns its URL, another one where its node was lost;
+    None where all were started elsewhere, as those in `external` were. The draft model of those in `drafts` is the policy itself. Sync
+    methods; the HTTP calls run in a private event loop thread. Publishing, healing and whoever holds `lock` exclude each other."""
 
     def __init__(
-        self, urls: list[str], restart: Callable[[int], None] | None, router: Router | None, in_flight: str = "keep",
+        self, urls: list[str], restart: Callable[[int], str] | None, router: Router | None, in_flight: str = "keep",
         external: Iterable[int] = (), drafts: Iterable[int] = (),
     ):  # fmt: skip
         self.urls, self.restart, self.router, self.in_flight = list(urls), restart, router, in_flight
@@ -250,7 +250,7 @@ class Fleet:
             raise VimeError(f"{at} is down: {why}", "it was started elsewhere: start it again")
 
         def start() -> None:
-            restart(i)
+            self.moved(i, restart(i))
             self._slow[i] = 0
             self.changed()
             if weights:
@@ -301,6 +301,17 @@ class Fleet:
             (fault,) = self._run(self._apply_to([i], self._current))
         if state is None or fault:
             self._heal(i, self._current, fault or "no answer")
+
+    def moved(self, i: int, url: str) -> None:
+        """Server i is at `url` now. Where that is another node, requests to the old one would wait in vain: a new router ends them, to be redone."""
+        if url == self.urls[i]:
+            return
+        old, self.urls[i] = self.urls[i], url
+        self._run(self._clients[i].close())
+        self._clients[i] = EngineClient(url)
+        if self.router:
+            self.router.engine_urls = [url if u == old else u for u in self.router.engine_urls]
+            self._mend_router()
 
     def _mend_router(self) -> None:
         def start() -> None:

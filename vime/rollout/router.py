@@ -18,8 +18,8 @@ class Router(Served):
     module, health, name, key = "vllm_router.launch_router", "/liveness", "vllm-router", "router.port"
     timeout = 120
 
-    def __init__(self, cfg: Config, engine_urls: list[str], folder: str):
-        super().__init__(Path(folder) / "logs" / "router.log", cfg.router.get("port"))
+    def __init__(self, cfg: Config, engine_urls: list[str], folder: str, host: str = "127.0.0.1"):
+        super().__init__(Path(folder) / "logs" / "router.log", cfg.router.get("port"), host)
         self.cfg, self.engine_urls = cfg, list(engine_urls)
 
     def alive(self) -> bool:
@@ -51,7 +51,7 @@ class Router(Served):
     def arguments(self, port: int) -> dict[str, Any]:
         args: dict[str, Any] = {
             "worker_urls": self.engine_urls,
-            "host": "127.0.0.1",
+            "host": self.host,
             "policy": "consistent_hash",  # sticks on x-session-id
             "prometheus_port": free_port(),
             # A request that the router retries is sampled twice, and its breaker would shut out a server that we heal.

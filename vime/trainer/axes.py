@@ -114,14 +114,14 @@ def faults(p: ParallelConfig, m: Shape) -> list[str]:
     return out
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def valid(ranks: int, m: Shape) -> Iterator[ParallelConfig]:
-    for tp, pp, cp in product(_divisors(ranks), repeat=3):
+    for tp, pp, cp in product(divisors(ranks), repeat=3):
         if ranks % (tp * pp * cp) == 0:
-            for ep in _divisors(ranks // pp) if m.experts else [1]:
+            for ep in divisors(ranks // pp) if m.experts else [1]:
                 p = ParallelConfig(fsdp=ranks // (tp * pp * cp), tp=tp, pp=pp, cp=cp, ep=ep)
                 if not faults(p, m):
                     yield p
@@ -129,9 +129,11 @@ def valid(ranks: int, m: Shape) -> Iterator[ParallelConfig]:
 
 def nearest(p: ParallelConfig, m: Shape) -> ParallelConfig | None:
     """The valid layout on as many ranks that is least far from `p`: by the factors between their axes."""
-    axes = ("tp", "pp", "cp", "ep", "fsdp")
-    found = valid(p.ranks, m)
-    return min(found, key=lambda q: sum(abs(math.log(getattr(p, a) / getattr(q, a))) * (1 - 0.1 * (a == "fsdp")) for a in axes), default=None)
+    return min(valid(p.ranks, m), key=lambda q: apart(p, q), default=None)
+
+
+def apart(p: ParallelConfig, q: ParallelConfig) -> float:
+    return sum(abs(math.log(getattr(p, a) / getattr(q, a))) * (1 - 0.1 * (a == "fsdp")) for a in ("tp", "pp", "cp", "ep", "fsdp"))
 
 
 def check(cfg: Config) -> None:

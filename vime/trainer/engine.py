@@ -82,7 +82,7 @@ class Trainer:
     """Rank `rank` of `world`. Methods are collectives, in the same order on every rank. Raises (any): VimeError for what a person can act on.
     Faults in a rank's input fail all ranks at once; where a rank dies, fails by itself or hangs, its peers wait until the controller ends them."""
 
-    def __init__(self, cfg: Config, rank: int, world: int, master_addr: str, master_port: int):
+    def __init__(self, cfg: Config, rank: int, world: int, master_addr: str = "", master_port: int = 0):
         self.cfg, self.rank, self.world = cfg, rank, world
         self.address = (master_addr, master_port)
         self.reference: PreTrainedModel | None = None

@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from vime.errors import VimeError
 from vime.trainer import vision
 from vime.trainer.context import to_heads, to_sequence
-from vime.trainer.layout import Layout
+from vime.trainer.layout import Layout, local
 from vime.trainer.packing import Sealed
 from vime.trainer.ring import ring_attention
 
@@ -130,6 +130,10 @@ def load_model(
     new = {"score.weight", "score.bias"} if critic else set()
     if missing := sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or {}) - new):  # from_pretrained would leave them random
         raise VimeError(f"model {path}: its files lack {len(missing)} of the model's weights, {missing[0]} first", "get the folder anew")
+    for p in model.parameters():
+        own = local(p.detach())
+        if own.untyped_storage().nbytes() > own.nbytes:  # a view into the whole tensor of the file, which it would keep in memory
+            getattr(p, "_local_tensor", p).data = own.clone()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # logprobs must be those that the servers compute

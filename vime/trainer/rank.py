@@ -1,7 +1,10 @@
 """A trainer rank's process: the trainer, and what feeds it."""
 
+import os
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from vime.config import Config
 from vime.data.plane import Ref, Spec
@@ -30,9 +33,14 @@ class Rank:
             of += [s.uid for s in held or self.samples if self.lead]
         return out
 
-    def setup(self, checkpoint: str | None) -> None:
+    def setup(self, checkpoint: str | None, address: tuple[str, int], host: str) -> None:
+        """`address`: where rank 0 meets the others; `host`: this rank's own on the network between them."""
         from vime.trainer.feed import Feed
 
+        self.trainer.address = address
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(a.address == host for a in addresses) and host != "127.0.0.1":  # gloo would take what the host's name resolves to
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         self.trainer.setup(checkpoint)
         self.feed = Feed(self.spec, self.trainer)
         self.lead = self.feed.first == self.trainer.rank
