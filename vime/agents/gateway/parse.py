@@ -73,7 +73,8 @@ async def by_server(client: EngineClient, ids: list[int], prompt: list[int], too
             raise ValueError
     except ValueError:
         return Parsed("", text, [], True)
-    return Parsed(reasoning, content, calls, bool(tools) and not calls and any(o in content for o in OPENERS))
+    content = content.strip("\n") if reasoning or calls else content
+    return Parsed(reasoning.strip("\n"), content, calls, bool(tools) and not calls and any(o in content for o in OPENERS))
 
 
 async def server_with_parsers(url: str) -> EngineClient:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vime.agents.gateway.server import Gateway
 
 MINTED = re.compile(r"_([0-9a-f]{24})(?:_\d+)?$")  # the turn's id, as it ends the ids that a client echoes
+IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
 PRIVATE = ("turn",)  # keys of a message that are ours, no template's
 
 
@@ -118,16 +120,31 @@ class Trajectory:
         fresh: dict[str, Any] = {"loss_mask": [], "rollout_log_probs": [], "token_versions": [], "response_length": 0}
         s = replace(template, tokens=self.tokens[: self.prompt_length], metadata=template.metadata | known, **fresh)
         start = 0
-        while start < len(self.loss_mask):
-            trained, end = self.loss_mask[start], start
-            while end < len(self.loss_mask) and self.loss_mask[end] == trained:
-                end += 1
+        for trained, run in groupby(self.loss_mask):
+            end = start + len(list(run))
             ids = self.tokens[self.prompt_length + start : self.prompt_length + end]
-            more: dict[str, Any] = {"versions": self.versions[start:end], "sampling_mask": self.sampling_mask and self.sampling_mask[start:end]}
-            s.append_tokens(ids, self.logprobs[start:end], **more) if trained else s.append_tokens(ids, trainable=False)
+            if trained:
+                support = self.sampling_mask and self.sampling_mask[start:end]
+                s.append_tokens(ids, self.logprobs[start:end], versions=self.versions[start:end], sampling_mask=support)
+            else:
+                s.append_tokens(ids, trainable=False)
             start = end
         s.response, s.status = self.response, self.status
         return s
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, blocks joined by line ends. Images are not read; what is unknown is given as its JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        return "\n".join(text_of(b) for b in content)
+    for key in ("text", "content", "refusal"):
+        if isinstance(content, dict) and isinstance(content.get(key), str | list):
+            return text_of(content[key])
+    if isinstance(content, dict) and content.get("type") in IMAGES:
+        return "[image omitted]"
+    return orjson.dumps(content).decode()
 
 
 def digest(*parts: Any) -> str:
@@ -193,6 +210,7 @@ class Session:
         if ids is None:
             parent, ids = None, await asyncio.to_thread(template.full, messages, asked.tools)
         turn.parent, turn.context, turn.agent = parent, ids, asked.agent
+        self.images += sum("[image omitted]" in str(m.get("content")) for m in (messages if at is None else messages[at + 1 :]))
         turn.fork = last is not None and (parent is None or at != last)
         turn.kind = self._kind(turn, asked, [t for _, t in known if t], known[-1][0] if known else "")
         turn.fork |= any(t.parent is parent and t.kind == turn.kind for t in self.index.values()) if parent else False
@@ -219,7 +237,8 @@ class Session:
                    kind: str = "") -> Turn:  # fmt: skip
         """Sample the next assistant message in this process; append `turn.message` to the messages as it is. Two calls are two samples.
         Raises: Refused (closed, budget, context), EngineDown."""
-        turn, task = self.ask(Asked(messages, tools or [], params or {}, kind=kind), "")
+        texts = [m | {"content": text_of(m.get("content"))} for m in messages]
+        turn, task = self.ask(Asked(texts, tools or [], params or {}, kind=kind), "")
         try:
             await task
         except asyncio.CancelledError:
@@ -296,16 +315,14 @@ class Session:
         return out
 
     def _row(self, path: list[Turn], trained: set[str], leaf: Turn) -> Trajectory:
-        ids: list[int] = []
-        mask, lps, versions = list[int](), list[float](), list[int]()
-        support: list[list[int]] = []
+        ids, mask, lps, versions, support = list[int](), list[int](), list[float](), list[int](), list[list[int]]()
         for t in path:
             n, m, learn = len(t.context), len(t.output_ids), t.id in trained
             ids += [*t.context, *t.output_ids]
             mask += [0] * n + [int(learn)] * m
             lps += [0.0] * n + (t.logprobs if learn else [0.0] * m)
             versions += [-1] * n + (t.versions if learn else [-1] * m)
-            support += [[] for _ in range(n)] + (t.sampling_mask if learn and t.sampling_mask is not None else [[] for _ in range(m)])
+            support += [[]] * n + (t.sampling_mask if learn and t.sampling_mask is not None else [[]] * m)
         start = mask.index(1)
         status = Status.ABORTED if self.state == "aborted" else FINISHED.get(leaf.finish_reason, Status.FAILED)
         masks = support[start:] if any(t.sampling_mask is not None for t in path) else None
@@ -352,13 +369,6 @@ def minted(text: Any) -> str | None:
     return m[1] if m else None
 
 
-def _said(message: dict[str, Any]) -> tuple[Any, ...]:
-    calls = [c.get("function") or {} for c in message.get("tool_calls") or []]
-    return str(message.get("content") or "").strip(), [(c.get("name"), _args(c.get("arguments"))) for c in calls]
-
-
-def _args(text: Any) -> Any:
-    try:
-        return orjson.loads(text) if isinstance(text, str) else text
-    except orjson.JSONDecodeError:
-        return text
+def _said(message: dict[str, Any]) -> str:
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+    return f"{str(message.get('content') or '').strip()} {calls}"
