@@ -79,7 +79,7 @@ class Cluster:
 
 
 class Run:
-    def __init__(self, cluster: Cluster, name: str, model: str, steps: int, **changes: Any):
+    def __init__(self, cluster: Any, name: str, model: str, steps: int, **changes: Any):
         self.cluster, self.steps = cluster, steps
         folder = cluster.folder
         r = random.Random(7)
@@ -180,23 +180,88 @@ def rank_lost(cluster: Cluster, model: str) -> dict[str, Any]:
     return row | {"exit of --resume": again, "steps": len(run.metrics()), "ok": ok}
 
 
+class Bare:
+    """Hosts without Ray."""
+
+    def __init__(self, stack: ExitStack, folder: Path, rate: str):
+        self.folder, self.address = folder, "unused"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.hosts = Hosts(stack, 1, 0, rate, "", folder)
+
+
+def launched(stack: ExitStack, folder: Path, rate: str, model: str) -> dict[str, Any]:
+    """The script of `vime launch ssh`, with nsenter as its ssh."""
+    bare = Bare(stack, folder / "launch", rate)
+    run = Run(bare, "launched", model, 2, rollout=ROLLOUT | {"num_engines": 1})
+    cases = "\n".join(f"  {bare.hosts.address(i)}) pid={pid} ;;" for i, pid in enumerate(bare.hosts.pids))
+    ssh, job = bare.folder / "ssh.sh", bare.folder / "job.sh"
+    root = Path(__file__).resolve().parent.parent
+    ssh.write_text(f'case "$1" in\n{cases}\nesac\nshift\nexec nsenter --net=/proc/$pid/ns/net env PYTHONPATH={root} OMP_NUM_THREADS=1 "$@"\n')
+    made = [
+        sys.executable,
+        "-m",
+        "vime.cli",
+        "launch",
+        "ssh",
+        str(run.config),
+        "ray.address=",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "0",
+        "--out",
+        str(job),
+    ]
+    subprocess.run(made, check=True, env=os.environ | {"PYTHONPATH": str(root)})
+    begin = time.monotonic()
+    env = os.environ | {"SSH": f"bash {ssh}", "PORT": str(free_port())}
+    with open(run.config.with_suffix(".out"), "ab") as out:
+        child = subprocess.Popen(["bash", str(job), *map(bare.hosts.address, (0, 1))], stdout=out, stderr=subprocess.STDOUT, env=env)
+        code = child.wait(900)
+    seconds = time.monotonic() - begin
+    time.sleep(10)
+    left = [p for p in os.listdir("/proc") if p.isdecimal() and any(_on(p, q) for q in bare.hosts.pids)]
+    left = [p for p in left if int(p) not in bare.hosts.pids]
+    ok = code == 0 and len(run.metrics()) == 2 and not left
+    return {
+        "what": "vime launch ssh, two hosts",
+        "exit": code,
+        "steps": len(run.metrics()),
+        "seconds": round(seconds, 1),
+        "left behind": left,
+        "ok": ok,
+    }
+
+
+def _on(pid: str, holder: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{holder}/ns/net")
+    except OSError:
+        return False
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="models/tiny", help="a small model: vime model tiny --out models/tiny")
     p.add_argument("--rate", default="1gbit", help="of each host's link (1gbit)")
     p.add_argument("--keep", metavar="DIR", help="keep logs and runs there")
     p.add_argument(
-        "--parts", nargs="+", default=["refused", "engine", "rank"], help="what is tried: refused engine rank; each of the last two costs a node"
+        "--parts",
+        nargs="+",
+        default=["launch", "refused", "engine", "rank"],
+        help="what is tried: launch refused engine rank; each of the last two costs a node",
     )
     args = p.parse_args()
     with ExitStack() as stack:
         folder = Path(args.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="vm-", dir="/tmp")))
         folder.mkdir(parents=True, exist_ok=True)
-        cluster = Cluster(stack, folder, args.rate)
-        rows = []
+        rows, cluster = [], None
         for name in args.parts:
-            part = {"refused": refused, "engine": engine_lost, "rank": rank_lost}[name]
-            rows.append(part(cluster, args.model))
+            if name == "launch":
+                rows.append(launched(stack, folder, args.rate, args.model))
+            else:
+                cluster = cluster or Cluster(stack, folder, args.rate)
+                rows.append({"refused": refused, "engine": engine_lost, "rank": rank_lost}[name](cluster, args.model))
             print(json.dumps(rows[-1], indent=1), flush=True)
     return 0 if all(r["ok"] for r in rows) else 1
 

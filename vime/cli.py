@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   vime train run.toml --dry-run                    check everything, start nothing
   vime train run.toml train.lr=2e-5 name=lr2e-5    override any key of docs/config.md
   vime plan run.toml --gpus 8 --gpu-type h100      does it fit: layout, memory, links, time; what would
+  vime launch slurm run.toml --nodes 2 --gpus-per-node 8   the job script of a run on several nodes
   vime train run.toml --resume                     continue from the newest checkpoint
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
@@ -57,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("--gpus", type=int, metavar="N", help="how many there are in all (as many as the run takes); without both options only the layout")
     y.add_argument("--gpu-type", metavar="KIND", help="h100, h200, b200, gb300, mi300x, ascend910b or cpu (cpu)")
     y.add_argument("--example", metavar="NAME", help="glm-5.2: a layout of 16 nodes of 4 GB300, and what of it fits here")
+
+    n = command(sub, "launch", "print the job script of a run on several nodes, which starts Ray there and the run on it")
+    n.add_argument("kind", choices=["slurm", "kuberay", "ssh"])
+    n.add_argument("config", help="TOML file of the run")
+    n.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    n.add_argument("--nodes", type=int, required=True, metavar="N")
+    n.add_argument("--gpus-per-node", type=int, required=True, metavar="M")
+    n.add_argument("--out", metavar="FILE", help="write it there")
 
     command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail")
 
@@ -254,6 +263,12 @@ def run(args: argparse.Namespace) -> int:
         from vime import doctor
 
         return doctor.run()
+    if args.command == "launch":
+        from vime import launch
+
+        text = launch.script(args.kind, args.config, args.overrides, args.nodes, args.gpus_per_node)
+        Path(args.out).write_text(text) if args.out else sys.stdout.write(text)
+        return 0
     if args.command == "plan":
         from vime import plan
 

@@ -71,6 +71,16 @@ def conflicts(cfg: Config) -> list[str]:
     return faults
 
 
+def one_host(cfg: Config) -> list[str]:
+    """What of the run is of one host only, for those that have several."""
+    out = []
+    if cfg.data_plane.backend == "shm":
+        out.append('data_plane.backend = "shm" is the memory of one host: "ray", "mooncake" or "transferqueue" reach all of them')
+    if cfg.weights.transport == "shm" and not cfg.offline:
+        out.append('weights.transport = "shm" is the memory of one host: "file" on a shared file system, or "nccl" between GPUs')
+    return out
+
+
 def algo(cfg: Config) -> list[str]:
     """What is wrong with advantages, policy loss and correction: one line per fault."""
     a, r, reward, loss = cfg.algo, cfg.rollout, cfg.reward, cfg.loss

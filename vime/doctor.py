@@ -16,6 +16,8 @@ from rich.table import Table
 GIB = 1 << 30
 RAY_ENDS = 0.95  # share of the memory in use from which its monitor kills
 CGROUP = Path("/sys/fs/cgroup")
+# What a host's kernel shows of them, without their libraries; of AMD's the nodes that have memory of their own.
+ACCELERATORS = {"NVIDIA": "proc/driver/nvidia/gpus/*", "AMD": "sys/class/drm/card*/device/mem_info_vram_total", "Ascend": "dev/davinci[0-9]*"}
 Row = tuple[str, str, str]  # "ok" | "warn" | "fail", what, found
 
 
@@ -41,8 +43,9 @@ def checks() -> Iterator[Row]:
     plugin = [e for e in im.entry_points(group="vllm.general_plugins") if e.name == "vime"]
     found = plugin[0].value if plugin else "no entry point vllm.general_plugins: vime; pip install -e . --no-deps"
     yield "ok" if plugin else "fail", "weight-transfer plugin", found
-    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").exists() else []
-    yield ("ok", "accelerators", f"{len(gpus)} NVIDIA" if gpus else "none: servers and trainer run on the CPU")
+    counts = {maker: len(list(Path("/").glob(files))) for maker, files in ACCELERATORS.items()}
+    found = ", ".join(f"{n} {maker}" for maker, n in counts.items() if n)
+    yield ("ok", "accelerators", found or "none: servers and trainer run on the CPU")
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     isa = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {f}" in flags]
     found = f"{os.cpu_count()} cores, {', '.join(isa) or 'no AVX2'}"

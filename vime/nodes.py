@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Within
 
 from vime.config import Config
+from vime.conflicts import one_host
 from vime.errors import VimeError
 from vime.procs import free_port
 
@@ -43,11 +44,7 @@ def meeting(local: bool) -> tuple[str, int]:
 def check(cfg: Config, folder: Path) -> None:
     """Raises: VimeError with every reason why the nodes of the cluster cannot do this run together."""
     nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
-    faults = []
-    if len(nodes) > 1 and cfg.data_plane.backend == "shm":
-        faults.append('data_plane.backend = "shm" is the memory of one host: "ray", "mooncake" or "transferqueue" reach all of them')
-    if len(nodes) > 1 and cfg.weights.transport == "shm" and not cfg.offline:
-        faults.append('weights.transport = "shm" is the memory of one host: "file", or "nccl" between GPUs')
+    faults = one_host(cfg) if len(nodes) > 1 else []
     places = {"run_dir": str(folder / "config.toml"), "model": cfg.model}
     seen = [ray.remote(_look_at).options(num_cpus=0, scheduling_strategy=On(n, soft=False)).remote([*places.values()]) for n in nodes]
     _, late = ray.wait(seen, num_returns=len(seen), timeout=ROOM)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime.config import Config, ParallelConfig, load
+from vime.conflicts import one_host
 from vime.errors import VimeError, nearest
 from vime.trainer import axes
 
@@ -172,8 +173,7 @@ def faults(cfg: Config, g: Gpu, gpus: int) -> list[tuple[str, str]]:
         how = f"{p.ranks} of trainer ranks, {servers} of servers" + (", shared" if shared else "")
         out.append((f"{need} accelerators are needed ({how}), there are {gpus}", propose(cfg, g, gpus - (0 if shared else servers))))
     if nodes > 1 and g.name != "cpu":
-        whose = {"data_plane.backend": cfg.data_plane.backend, "weights.transport": cfg.weights.transport}
-        out += [(f'{k} = "shm" is the memory of one node, these are {nodes}', "see docs/multi-node.md") for k, v in whose.items() if v == "shm"]
+        out += [(what, f"these are {nodes} nodes, see docs/multi-node.md") for what in one_host(cfg)]
     if not out and (r := rank_bytes(cfg, p, g.name == "cpu")).total > limit(g):
         most = max(r._fields, key=lambda f: getattr(r, f))
         what = f"a trainer rank takes {r.total / GB:.1f} GB of the {limit(g) / GB:.1f} that a {g.name} has for it, {getattr(r, most) / GB:.1f} of them {most}"

@@ -134,8 +134,8 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         faults.append(f'{what}; set train.dtype or vllm.dtype = "bfloat16", or leave it out')
     if cfg.weights.transport == "nccl" and not cfg.offline:
         lacks = "the vLLM here is built for the CPU" if on_cpu() else ""
-        if not lacks and not cfg.ray.address and not import_module("torch").cuda.is_available():  # seconds to import
-            lacks = "there is no CUDA device here"
+        if not lacks and not cfg.ray.address and import_module("vime.accel").kind() == "cpu":  # torch takes seconds to import
+            lacks = "there is no GPU here"
         faults += [f'weights.transport = "nccl": {lacks}; set it to "shm" or "file"'] * bool(lacks)
     if cfg.agent.task:
         from vime.agents import rollout

@@ -70,6 +70,12 @@ def test_product_stays_small(package, most):
     assert total < most, f"{package}/ has {total} lines of code, of {most}"
 
 
+def test_only_one_room_knows_accelerators():
+    """Kinds of devices are named in vime/accel.py alone; `vime[cuda]` is the name of an extra."""
+    found = {p.name for p in sources("vime") if p.name != "accel.py" and re.search(r"\bcuda\b|torch_npu|\bhip\b", p.read_text().replace("vime[cuda]", ""))}
+    assert not found
+
+
 @pytest.mark.parametrize("flavour", LOCKS)
 def test_lock_agrees_with_pyproject(flavour):
     """Every direct dependency is pinned, inside the range that pyproject.toml gives."""

@@ -153,7 +153,7 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
 
 def test_nccl_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "m")
-    for cpu, said in ((True, "the vLLM here is built for the CPU"), (False, "there is no CUDA device here")):
+    for cpu, said in ((True, "the vLLM here is built for the CPU"), (False, "there is no GPU here")):
         monkeypatch.setattr("vime.train.on_cpu", lambda cpu=cpu: cpu)
         assert faults(tmp_path, weights={"transport": "nccl"}) == [f'  weights.transport = "nccl": {said}; set it to "shm" or "file"']
     assert faults(tmp_path, weights={"transport": "nccl"}, ray={"address": "head:6379"}) == [], "the GPUs are elsewhere"

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from vime import hooks
+from vime import accel, hooks
 from vime.config import Config, TrainConfig
 from vime.errors import VimeError
 from vime.sample import Sample
@@ -140,7 +139,7 @@ class Trainer:
 
     def train(self, step: int, plan: RankPlan, *groups: list[Sample]) -> dict[str, float]:
         """The optimizer steps of rollout step `step` (from 1) on this rank's plan. Returns: metrics, the same on every rank; of a part, none."""
-        start = time.monotonic()
+        start = accel.clock(self.device)
         samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
         stale = np.zeros(0)  # weight versions that each trained token is behind
@@ -244,13 +243,13 @@ class Trainer:
             worst = torch.maximum(worst, b.worst)
             self.own.update(b.own)
             start -= b.seconds
-        self.begun = [Begun(sums, counts, worst, self.own, time.monotonic() - start)] if plan.factor is None else []
+        self.begun = [Begun(sums, counts, worst, self.own, accel.clock(self.device) - start)] if plan.factor is None else []
         if self.begun:
             return {}
         for t, op in ((sums, dist.ReduceOp.SUM), (worst, dist.ReduceOp.MAX), (counts, dist.ReduceOp.SUM)):
             dist.all_reduce(t, op)
         forwarded, tokens, left_out, lag, flips, routed = counts.tolist()
-        seconds = time.monotonic() - start
+        seconds = accel.clock(self.device) - start
         out = ({} if frozen else self.summary(sums, norms)) | shaped | {"train/trained_tokens": tokens - left_out}
         if tokens:
             out |= {"train/staleness_mean": lag / tokens, "train/staleness_max": float(worst[1])}
@@ -265,6 +264,7 @@ class Trainer:
             "perf/train_s": seconds,
             "perf/train_tokens": forwarded,
             "perf/train_tokens_per_s": forwarded / seconds,
+            **accel.memory(self.device),
         }
 
     def train_critic(self, step: int, steps: list[list[Pack]]) -> dict[str, float]:

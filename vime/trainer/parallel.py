@@ -19,6 +19,7 @@ from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
+from vime import accel
 from vime.errors import VimeError
 from vime.trainer import vision
 from vime.trainer.context import to_heads, to_sequence
@@ -30,15 +31,11 @@ FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling"
 
 
 def init(rank: int, world: int, addr: str, port: int, timeout: float) -> torch.device:
-    """Join the process group; gloo on CPU, nccl on CUDA. A collective fails after `timeout` seconds. Returns this rank's device."""
+    """Join the process group, over the device's own collectives. One fails after `timeout` seconds. Returns this rank's device."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    backend, url = "nccl" if cuda else "gloo", f"tcp://{addr}:{port}"
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    device, url = accel.claim(rank), f"tcp://{addr}:{port}"
+    dist.init_process_group(accel.BACKENDS[device.type], init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     return device
 
 
@@ -198,8 +195,7 @@ def whole_parts(
 
 def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise on every rank where any rank failed; a collective. The failing rank raises its own error."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    failed = torch.tensor([0.0 if error is None else 1.0], device=device)
+    failed = torch.tensor([0.0 if error is None else 1.0], device=accel.of_group(group))
     dist.all_reduce(failed, group=group)
     if error is not None:
         raise error

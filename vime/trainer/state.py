@@ -125,4 +125,4 @@ def load_rank(folder: Path, parts: Parts) -> None:
         raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", fix) from e
     rng = folder / "trainer" / f"rng_{dist.get_rank()}.pt"
     if rng.exists():
-        torch.set_rng_state(torch.load(rng)["torch"])
+        torch.set_rng_state(torch.load(rng, weights_only=True)["torch"])

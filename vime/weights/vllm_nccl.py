@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.utils.network_utils import get_ip
 
+from vime import accel
 from vime.errors import VimeError
 from vime.procs import free_port
 from vime.weights import Receiver, Route
@@ -28,7 +29,7 @@ class Sender:
         self.forms: dict[str, torch.Tensor] = {}
         self.pairs: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.failed: Future[None] = Future()
-        self.pool = ThreadPoolExecutor(2 + len(route.receivers), initializer=torch.cuda.set_device, initargs=(device,))
+        self.pool = ThreadPoolExecutor(2 + len(route.receivers), initializer=accel.use, initargs=(device,))
         info = NCCLTrainerInitInfo(get_ip(), free_port(), route.size, packed_buffer_size_bytes=buffer, rank=0)
         self.engine: Any = None
         self.engine = self.within("joining", lambda: NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=cast(Any, self)))
