@@ -23,7 +23,10 @@ def cfg(**sections):
     ("sections", "said"),
     [
         ({"debug": {"rollout_only": True, "train_only": "runs/a"}}, "leave nothing to run"),
-        ({"debug": {"rollout_only": True}, "train": {"mode": "async", "max_staleness": 1}, "algo": {"correction": "tis"}}, 'debug.rollout_only takes whole steps'),
+        (
+            {"debug": {"rollout_only": True}, "train": {"mode": "async", "max_staleness": 1}, "algo": {"correction": "tis"}},
+            "debug.rollout_only takes whole steps",
+        ),
         ({"debug": {"train_only": "runs/a"}, "train": {"max_staleness": 1}, "algo": {"correction": "tis"}}, "debug.train_only takes whole steps"),
         ({"debug": {"deterministic": True}, "rollout": {"over_sampling_batch_size": 9}}, "debug.deterministic: async mode"),
         ({"debug": {"train_only": "runs/a"}, "train": {"objective": "sft"}}, "debug.train_only takes whole steps"),
