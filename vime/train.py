@@ -394,9 +394,11 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
 
 
 def generate_only(cfg: Config, args: hooks.Args, cluster: Cluster, pool: Pool, log: MetricLogger, interrupt: Interrupt) -> int:
-    """debug.rollout_only: the first half of each step. The servers have the weights that they started with, version -1."""
+    """debug.rollout_only: the first half of each step. The servers keep the weights that they have: -1, those they started with."""
+    assert cluster.fleet
+    version = cluster.fleet.version_at(0)
     for step in range(1, cfg.train.steps + 1):
-        t0, pool.version = time.monotonic(), -1
+        t0, pool.version = time.monotonic(), version
         batch, own = whole_rollout(pool, args) if cfg.rollout.function else (pool.take(), {})
         process_batch(pool, args, batch)
         data = {f.group_index: f.data for f in batch if f.data}
@@ -405,7 +407,7 @@ def generate_only(cfg: Config, args: hooks.Args, cluster: Cluster, pool: Pool, l
         if cfg.log.samples:
             cluster.dump(cfg.folder / "samples" / f"step_{step:06d}.jsonl", data)
         of_servers, _ = cluster.measured(step)
-        metrics = rollout_metrics([m for f in batch for m in f.metas], -1, seconds) | pool.metrics() | own | of_servers
+        metrics = rollout_metrics([m for f in batch for m in f.metas], version, seconds) | pool.metrics() | own | of_servers
         cluster.free(pool.trained(step, batch))
         log.log(step, metrics | {"perf/step_s": time.monotonic() - t0})
         if interrupt.requested:

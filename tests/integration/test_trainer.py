@@ -119,6 +119,21 @@ def compare(a, b, tol=1e-5):
     close(a[1], b[1], tol)
 
 
+def test_log_probs_are_kept_for_people_to_look_at(tmp_path):
+    """With log.samples, of every trained token, before the update; samples without a gradient have none. A part of a step adds to the rest."""
+    cfg = make_cfg(make_model(tmp_path / "m"), tmp_path, train={"global_batch_size": 8, "max_tokens_per_gpu": 40})
+    batch = make_batch(0)
+    with one_rank(cfg) as trainer:
+        train_once(trainer, cfg, 1, batch)
+        kept = trainer.seen
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+        for s in (s for g in batch for s in g if s.index in kept):
+            with torch.no_grad():
+                expected = plain_log_probs(model, s, 0.8)[0][torch.tensor(s.loss_mask) > 0]
+            torch.testing.assert_close(torch.tensor(kept[s.index]), expected, rtol=0, atol=1e-5)
+    assert set(kept) == {s.index for g in (batch[0], *batch[2:]) for s in g if not s.remove_sample}
+
+
 @pytest.mark.parametrize("aggregate", ["sample-mean", "token-mean"])
 def test_updates_do_not_depend_on_micro_batches_or_order(tmp_path, aggregate):
     folder = make_model(tmp_path / "m")

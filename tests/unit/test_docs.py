@@ -16,7 +16,7 @@ from vime import config
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *("quickstart", "rollout", "engines", "plugins", "eval", "multimodal", "parity", "algorithms", "moe", "parallel", "trainer", "weights"),
-    *("benchmarks", "dependencies", "data-plane"),
+    *("benchmarks", "dependencies", "data-plane", "dashboard", "traces", "debugging"),
 ]
 DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in PAGES)]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out
@@ -85,7 +85,7 @@ def test_documented_commands_exist(command):
 def test_documented_keys_exist(path):
     kinds = {n: f.annotation for n, f in config.Config.model_fields.items()}
     sections = "|".join(n for n, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel))
-    named = re.findall(rf"`((?:{sections})\.[a-z_]+)(?: = [^`]*)?`", path.read_text().replace("`reward.png`", ""))
+    named = re.findall(rf"`((?:{sections})\.[a-z_]+)(?: = [^`]*)?`", path.read_text().replace("`reward.png`", "").replace("`trace.json`", ""))
     assert [k for k in named if not valid_key(k)] == []
 
 

@@ -120,3 +120,20 @@ def test_plot_draws_what_there_is(tmp_path: Path) -> None:
         f.write('{"step": 6, "eval/reward": 0.9}\n')
     picture = plot(tmp_path).read_bytes()
     assert picture.startswith(b"\x89PNG") and picture != empty
+
+
+def test_prometheus_serves_the_last_step(tmp_path: Path) -> None:
+    from urllib.request import urlopen
+
+    from vime.procs import free_port
+
+    port = free_port()
+    m = MetricLogger(cfg(prometheus_port=port), tmp_path, 5, 0)
+    m.log(1, {"rollout/raw_reward": 0.25})
+    m.log(2, {"rollout/raw_reward": 0.5, "eval/held-out/pass@1": 0.125})
+    m._thread.submit(lambda: None).result()  # what was logged before it has reached the trackers
+    text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    m.close()
+    assert {'vime_rollout_raw_reward{run="run"} 0.5', 'vime_eval_held_out_pass_1{run="run"} 0.125', 'vime_step{run="run"} 2.0'} <= set(text.splitlines())
+    with pytest.raises(OSError):
+        urlopen(f"http://127.0.0.1:{port}/metrics")

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import threading
 import time
 from collections import defaultdict
@@ -151,3 +152,13 @@ def test_spans_reach_an_otlp_endpoint(tmp_path):
     }
     named = {a.key: a.value.string_value for r in resources for a in r.resource.attributes}
     assert named["service.name"] == "vime" and named["vime.run"] == "r"
+
+
+def test_grafanas_board_asks_for_metrics_that_there_are():
+    root = Path(__file__).parents[2]
+    text = "".join(p.read_text() for p in (root / "vime").rglob("*.py"))
+    known = {"vime_" + re.sub(r"[^a-zA-Z0-9]+", "_", k) for k in re.findall(r'"([a-z]+/[a-z_]+)"', text)}
+    known |= {f"vime_train_{k}" for k in re.findall(r'"([a-z_]+)"', (root / "vime/trainer/engine.py").read_text())}
+    board = json.loads((root / "docs/grafana.json").read_text())
+    asked = [t["expr"].partition("{")[0] for panel in board["panels"] for t in panel["targets"]]
+    assert len(asked) > 15 and set(asked) <= known, set(asked) - known

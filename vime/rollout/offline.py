@@ -53,7 +53,8 @@ def recorded(folder: str | Path, step: int) -> Path:
 
 
 class Recorded(Offline):
-    """debug.train_only: the groups of each step that another run has written. What its servers sampled before any publish counts as fresh."""
+    """debug.train_only: the groups of each step that another run has written. What servers sampled with weights of no step of
+    this run, as with rollout_only, counts as fresh."""
 
     def take(self) -> list[Flight]:
         file, out = recorded(self.cluster.cfg.debug.train_only or "", self.version + 1), []
@@ -63,7 +64,7 @@ class Recorded(Offline):
             raise VimeError(f"{file} cannot be read: {said(e)}", "debug.train_only is the folder of a run with debug.save_rollouts") from e
         for group in groups:
             for s in group:
-                s.token_versions = [self.version if v < 0 and m else v for v, m in zip(s.token_versions, s.loss_mask)]
+                s.token_versions = [v if 0 <= v <= self.version or not m else self.version for v, m in zip(s.token_versions, s.loss_mask)]
             n, metas = group[0].group_index, [meta_of(s, self.cluster.cfg.reward.key) for s in group]
             out.append(Flight(n, n, self.version, metas, self.cluster.put(group)))
         return out
