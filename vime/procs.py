@@ -115,7 +115,7 @@ def _follow(fd: int, roots: list[int]) -> int:
     while not select.select([line], [], [], 1.0)[0]:
         known |= {pid: born(pid) for root in roots for pid in descendants(root, deep=False)}
     deadline = time.monotonic() + GRACE
-    while left := [pid for pid, born in known.items() if born and born(pid) == born]:
+    while left := [pid for pid, then in known.items() if then and born(pid) == then]:
         for pid in left if time.monotonic() > deadline else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Sandboxes: where an agent's commands run. One interface over local namespaces, containers, Modal and SWE-ReX; docs/sandboxes.md.
+"""Sandboxes: where an agent's commands run. One interface over local namespaces, containers, and what a user adds; docs/sandboxes.md.
 
-A backend gives `start` (a command with pipes), `changes` and `stop`; all else is made of them, here, and so behaves the same everywhere.
+A kind gives `start` (a command with pipes), `changes` and `stop`; all else is made of them, here, and so behaves the same everywhere.
 Paths are resolved inside, with the agent's rights: the host never follows a link that an agent has made.
 """
 
@@ -16,13 +16,16 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from vime import hooks
-from vime.errors import VimeError, nearest
+from vime.errors import VimeError
 
 SHELL = "PS1= PS2=; set +H +o history; exec 2>&1; read -r s </proc/$$/stat; set -- ${s##*) }; printf '\\n%s %d\\n' "
-SIGNAL = 'for p in /proc/[0-9]*; do read -r s 2>/dev/null <"$p/stat"; set -- "$1" "$2" ${s##*) }; [ "$6" = "$2" ] && [ "$1 $6" != "KILL ${p#/proc/}" ] && kill -s "$1" "${p#/proc/}"; done'
+# to every process of a session; SIGKILL not to its leader, which is the shell
+SIGNAL = """for p in /proc/[0-9]*; do read -r s 2>/dev/null <"$p/stat"; set -- "$1" "$2" ${s##*) }
+[ "$6" = "$2" ] && [ "$1 $6" != "KILL ${p#/proc/}" ] && kill -s "$1" "${p#/proc/}"; done"""
+LIST = """find . -type f -exec sha256sum {} + && find . -type l -exec sh -c 'for f; do echo "$(readlink "$f")  $f"; done' sh {} +"""
+CONTAINER = "vime.agents.sandbox.container:Container"
 GRACE = 1.0  # seconds that a command which ran out of time has to end after SIGINT
 
 
@@ -32,7 +35,7 @@ class SandboxSpec:
     paths shown read-only at a path inside; `protected` are globs below the work folder that can't be written; `sockets` maps a port of the
     sandbox's loopback interface to one of the host's: the only way out where `network` is false."""
 
-    kind: str = "local"  # local, docker:IMAGE, podman:IMAGE, modal:IMAGE, swerex:URL, or module:function
+    kind: str = "local"  # or docker:IMAGE, podman:IMAGE, module:function
     base: str | None = None
     workdir: str = "/work"
     binds: dict[str, str] = field(default_factory=dict)
@@ -44,6 +47,7 @@ class SandboxSpec:
     disk_mb: int = 1024
     env: dict[str, str] = field(default_factory=dict)
     timeout_s: float = 120
+    options: list[str] = field(default_factory=list)  # more arguments of docker run or podman run
 
 
 @dataclass
@@ -72,41 +76,20 @@ class Running:
     close: Callable[[], None] = lambda: None  # its pipes
 
 
-class Sandbox(Protocol):
-    """What tasks, tools and harnesses know of a sandbox."""
-
-    workdir: str
-
-    async def exec(
-        self, argv: list[str], *, cwd: str | None = None, env: dict[str, str] | None = None, timeout: float | None = None,
-        stdin: bytes | None = None, max_output: int = 1 << 20,
-    ) -> Result: ...  # fmt: skip
-    async def shell(self) -> "Shell": ...
-    async def read(self, path: str) -> bytes: ...
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None: ...
-    async def upload(self, host: str, path: str) -> None: ...
-    async def download(self, path: str, host: str) -> None: ...
-    async def changes(self) -> dict[str, str]: ...
-    async def snapshot(self, to: str) -> str: ...
-    async def killall(self) -> None: ...
-    async def stop(self) -> None: ...
-    async def __aenter__(self) -> "Sandbox": ...
-    async def __aexit__(self, *_: object) -> None: ...
-
-
-class Backend:
-    """All of a sandbox but `start`, `changes` and `stop`."""
+class Sandbox:
+    """What tasks, tools and harnesses know of a sandbox. A kind of its own gives `start`, `stop`, and `begin`, which makes it."""
 
     def __init__(self, spec: SandboxSpec):
-        self.spec, self.workdir = spec, spec.workdir
+        self.spec, self.workdir, self._first = spec, spec.workdir, {}  # type: ignore[var-annotated]
+
+    async def begin(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
     async def start(self, argv: list[str], cwd: str, env: dict[str, str]) -> Running:
         raise NotImplementedError
 
-    async def stop(self) -> None:
-        raise NotImplementedError
-
-    async def __aenter__(self) -> "Backend":
+    async def __aenter__(self) -> "Sandbox":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -201,16 +184,25 @@ class Backend:
         """End every process of the agent's, also what has left its session."""
         await self.exec(["sh", "-c", "kill -9 -1"], timeout=10)
 
+    async def manifest(self) -> dict[str, str]:
+        """{path below the work folder: digest, or what it links to}."""
+        lines = (await self._must("list files", ["sh", "-c", LIST])).decode(errors="surrogateescape").splitlines()
+        return {path.removeprefix("./"): digest for digest, path in (line.lstrip("\\").split(maxsplit=1) for line in lines)}
+
     async def changes(self) -> dict[str, str]:
-        raise VimeError(f"sandbox {self.spec.kind}: changes() is not known to this kind", "use kind = local, docker:... or podman:...")
+        """{path below the work folder: added, modified or deleted}, against `base`."""
+        now, was = await self.manifest(), self._first
+        found = {p: "modified" if p in was else "added" for p in now if now[p] != was.get(p)}
+        return found | {p: "deleted" for p in was if p not in now}
 
 
 class Shell:
     """A bash that keeps its folder and variables from one command to the next. A command that runs out of time gets SIGINT, then SIGKILL;
     a shell that this does not bring back, or that has ended, is replaced by a new one, which the output says."""
 
-    def __init__(self, sandbox: Backend):
-        self._sandbox, self._run, self._session, self._text, self._cut = sandbox, None, "", b"", False
+    def __init__(self, sandbox: Sandbox):
+        self._sandbox, self._session, self._text, self._cut = sandbox, "", b"", False
+        self._run: Running | None = None
 
     async def _until(self, mark: str, most: int) -> str | None:
         """Read up to the line of `mark`; returns its number, None where the shell has ended."""
@@ -255,7 +247,15 @@ class Shell:
             self._text += b"\n[the shell has ended; the next command gets a new one]"
         text, self._text = self._text, b""
         out = text[:max_output]
-        return Result(None if timed_out else code, out.decode(errors="replace"), out, b"", timed_out, self._cut or len(text) > max_output, time.monotonic() - began)
+        return Result(
+            None if timed_out else code,
+            out.decode(errors="replace"),
+            out,
+            b"",
+            timed_out,
+            self._cut or len(text) > max_output,
+            time.monotonic() - began,
+        )
 
     async def close(self) -> None:
         if run := self._run:
@@ -264,24 +264,19 @@ class Shell:
             run.close()
 
 
-async def open_sandbox(spec: SandboxSpec) -> Any:
-    """A sandbox of `spec.kind`: `local`, `docker:IMAGE`, `podman:IMAGE`, `modal:IMAGE`, `swerex:URL`, or `module:function`, an async function
-    of your own that takes the spec. Raises VimeError where it can't be made."""
+async def open_sandbox(spec: SandboxSpec) -> Sandbox:
+    """A sandbox of `spec.kind`: local, docker:IMAGE, podman:IMAGE, or module:function, which takes the spec and gives a Sandbox that has not
+    begun. Raises VimeError where it can't be made."""
     if spec.base and not os.path.isdir(spec.base):
         raise VimeError(f"sandbox: base {spec.base} is not a folder")
     kind, _, what = spec.kind.partition(":")
-    if kind == "local":
-        from vime.agents.sandbox.local import open_local
-
-        return await open_local(spec)
-    if kind in ("docker", "podman"):
-        from vime.agents.sandbox.container import open_container
-
-        return await open_container(spec, kind, what)
-    if kind in ("modal", "swerex"):
-        from vime.agents.sandbox import remote
-
-        return await (remote.open_modal if kind == "modal" else remote.open_swerex)(spec, what)
-    if not what:
-        raise VimeError(f"sandbox: there is no kind {spec.kind!r}", nearest(spec.kind, ["local", "docker:", "podman:", "modal:", "swerex:", "module:function"]))
-    return await hooks.load(spec.kind, "sandbox kind")(spec)
+    if not what and kind != "local":
+        raise VimeError(f"sandbox: there is no kind {spec.kind!r}", "valid: local, docker:IMAGE, podman:IMAGE, module:function")
+    path = {"local": "vime.agents.sandbox.local:Local", "docker": CONTAINER, "podman": CONTAINER}.get(kind, spec.kind)
+    box: Sandbox = hooks.load(path, "sandbox kind")(spec)
+    try:
+        await box.begin()
+    except BaseException:
+        await box.stop()
+        raise
+    return box
