@@ -217,7 +217,7 @@ def build(folder: Path, actions: list[dict[str, Any]], hack: bool, files: list[s
 async def perform(box: Any, action: dict[str, Any]) -> Result | None:
     """One action, as a tool would do it."""
     if "path" not in action:
-        return await box.exec(["bash", "-c", action["command"]], timeout=10)
+        return await box.exec(["bash", "-c", action["command"]], timeout=4)
     path, command = action["path"], action["command"]
     with suppress(OSError, ValueError):
         text = "" if command == "create" else (await box.read(path)).decode()

@@ -149,10 +149,10 @@ def test_a_call_that_cannot_be_read_is_asked_for_again() -> None:
 class Guard:
     """Blocks calls that say "no"; finds that what said "oops" has changed what it must not."""
 
-    async def before(self, tool: str, args: dict, cwd: str = "") -> SimpleNamespace:
-        return SimpleNamespace(decision="block" if args["text"] == "no" else "allow", rule="r1", reason="that is a test file")
+    async def before(self, tool: str, args: dict) -> SimpleNamespace:
+        return SimpleNamespace(decision={"no": "block", "hm": "warn"}.get(args["text"], "allow"), rule="r1", reason="that is a test file")
 
-    async def after(self, tool: str, args: dict, cwd: str = "") -> SimpleNamespace:
+    async def after(self, tool: str, args: dict) -> SimpleNamespace:
         return SimpleNamespace(decision="block" if args["text"] == "oops" else "allow", rule="r2", reason="a test file changed")
 
 
@@ -163,17 +163,17 @@ def guarded(*turns: SimpleNamespace) -> tuple[Episode, Context]:
         return left.pop(0)
 
     async def go() -> tuple[Episode, Context]:
-        async with Context(guard=Guard()) as ctx:
+        async with Context("a sandbox", Guard()) as ctx:
             return await interact(model, [], [Echo()], ctx), ctx
 
     return asyncio.run(go())
 
 
 def test_a_blocked_action_is_not_run_and_the_model_is_told() -> None:
-    done, ctx = guarded(turn("", ("echo", {"text": "no"}), ("echo", {"text": "b"})), turn("bye"))
-    assert ctx.state["said"] == ["b"] and done.hacked and done.status == "answered"
+    done, ctx = guarded(turn("", ("echo", {"text": "no"}), ("echo", {"text": "b"}), ("echo", {"text": "hm"})), turn("bye"))
+    assert ctx.state["said"] == ["b", "hm"] and done.hacked and done.status == "answered"
     assert done.messages[1]["content"] == "not run: that is a test file"
-    assert done.calls[0].metadata == {"rule": "r1"}
+    assert [c.metadata for c in done.calls] == [{"rule": "r1"}, {"length": 1}, {"length": 2, "warned": "r1"}]
 
 
 def test_a_deed_that_the_guard_finds_afterwards_ends_the_episode() -> None:

@@ -155,7 +155,8 @@ def test_a_full_context_ends_the_episode(tmp_path: Path, serve: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ("model.url=", "model.url: String should match"), ("agent.tols=['shell']", "agent.tols: unknown key; did you mean 'tools'"), ("data.prompts='gone.jsonl'", "cannot be read"),
+        ("model.url=", "model.url: String should match"), ("agent.tols=['shell']", "agent.tols: unknown key; did you mean 'tools'"),
+        ("data.prompts='gone.jsonl'", "cannot be read"),
         ("data.input_key='promt'", "did you mean 'prompt'"), ("agent.task='examples.tools.task:Arithmetics'", "did you mean 'Arithmetic'"),
         ("agent.tools=['shel']", "did you mean 'shell'"),
     ],

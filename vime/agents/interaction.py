@@ -169,15 +169,18 @@ async def _run(call: Call, tools: dict[str, Tool], ctx: Context) -> Observation:
     if tool is None:
         return Observation(f"there is no tool {call.tool!r}; {nearest(call.tool, list(tools))}", status="error")
     args = tool.Args.model_validate_json(call.arguments) if isinstance(call.arguments, str) else tool.Args.model_validate(call.arguments)
-    given = args.model_dump()
+    given, warned = args.model_dump(), {}
     if ctx.guard:
-        verdict = await ctx.guard.before(call.tool, given, ctx.state.get("cwd", ""))
+        verdict = await ctx.guard.before(call.tool, given)
         if verdict.decision == "block":
             return Observation(f"not run: {verdict.reason}", status="blocked", metadata={"rule": verdict.rule})
+        warned = {"warned": verdict.rule} if verdict.decision == "warn" else {}
     async with asyncio.timeout(tool.timeout_s + GRACE):
         seen = await tool.run(args, ctx)
-    if ctx.guard:
-        verdict = await ctx.guard.after(call.tool, given, ctx.state.get("cwd", ""))
+    if ctx.guard and ctx.sandbox:
+        verdict = await ctx.guard.after(call.tool, given)
         if verdict.decision == "block":
-            return Observation(f"this was not allowed: {verdict.reason}", status="blocked", metadata={"rule": verdict.rule, "violation": True})
+            about = {"rule": verdict.rule, "violation": True}
+            return Observation(f"this was not allowed: {verdict.reason}", status="blocked", metadata=about | warned)
+    seen.metadata |= warned
     return seen

@@ -190,8 +190,8 @@ class Guard:
 def edited(r: Reader, path: str, args: dict[str, Any]) -> None:
     """An editor's call: `view` reads, an edit that keeps what it replaces adds, all others write. Argument names of the usual tools are known."""
     old = str(args.get("old_str") or args.get("old_string") or args.get("old") or "")
-    new = str(next((args[k] for k in ("new_str", "new_string", "new", "file_text", "content", "text") if args.get(k)), ""))
-    command = args.get("command") or ("str_replace" if old else "create" if new else "view")
+    given = [str(args[k]) for k in ("new_str", "new_string", "new", "file_text", "content", "text") if args.get(k) is not None]
+    new, command = "".join(given), args.get("command") or ("str_replace" if old else "create" if given else "view")
     kind = "reads" if command in ("view", "read") else "adds" if command == "insert" or (old and old in new) else "writes"
     act = r.act("editor", f"{command} {path}", new, **{kind: [path]})
     if command == "create":
