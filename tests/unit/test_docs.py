@@ -14,10 +14,7 @@ from pydantic import BaseModel
 from vime import config
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    *("quickstart", "rollout", "engines", "plugins", "eval", "multimodal", "parity", "algorithms", "moe", "parallel", "trainer", "weights"),
-    *("benchmarks", "dependencies", "data-plane", "dashboard", "traces", "debugging"),
-]
+PAGES = sorted(p.stem for p in (ROOT / "docs").glob("*.md") if p.stem not in ("config", "forksync"))  # those two have tests of their own
 DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in PAGES)]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out
 

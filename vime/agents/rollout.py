@@ -4,7 +4,9 @@ import asyncio
 import copy
 import dataclasses
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,8 +28,16 @@ ENDS = {"submitted": Status.COMPLETED, "answered": Status.COMPLETED, "failed": S
 _made: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, list[Tool]]] = WeakKeyDictionary()  # task and tools of a worker, made once
 
 
-async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample, a: AgentConfig) -> tuple[Episode, float | dict[str, Any]]:
-    """One episode and its grade. `model` takes messages and tool schemas and gives a Turn: a gateway's session, or an Endpoint."""
+Act = Callable[[list[dict[str, Any]], list[Tool], Context], Awaitable[Episode]]  # what an agent is: `react`, or a harness
+
+
+def react(model: Model, a: AgentConfig) -> Act:
+    """The loop, with a model: a session of the gateway, or an endpoint."""
+    return partial(interact, model, max_turns=a.max_turns, wall_s=a.wall_s)
+
+
+async def run_episode(act: Act, task: Any, tools: list[Tool], sample: Sample, a: AgentConfig) -> tuple[Episode, float | dict[str, Any]]:
+    """One episode and its grade."""
     spec, messages, own = await task.setup(sample)
     async with AsyncExitStack() as stack:
         sandbox = None
@@ -40,7 +50,7 @@ async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample
 
             ctx.guard = Guard(policy, sandbox)
         every = [*tools, *own, *await mcp.connect(a.mcp, ctx)]
-        episode = await interact(model, messages, every, ctx, max_turns=a.max_turns, wall_s=a.wall_s)
+        episode = await act(messages, every, ctx)
         reward = await task.grade(sample, sandbox, episode)
     if episode.hacked:
         value = -a.hack_penalty if a.on_hack == "penalty" else 0.0
@@ -65,7 +75,7 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) 
                     raise
                 return Turn("", {"role": "assistant", "content": ""}, finish_reason="length")
 
-    work = asyncio.ensure_future(run_episode(turn, *_made[loop], sample, a))
+    work = asyncio.ensure_future(run_episode(react(turn, a), *_made[loop], sample, a))
     stopped = asyncio.ensure_future(at.stop.wait())
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,5 +105,7 @@ def check(cfg: Config) -> None:
     a, known = cfg.agent, [f.name for f in dataclasses.fields(SandboxSpec)]
     hooks.load(str(a.task), "agent.task")
     make(a.tools, a.tool_args)
+    if a.agent != "react":
+        raise VimeError(f"agent.agent = {a.agent!r} is no agent", nearest(a.agent, ["react"]))
     if wrong := next((k for k in a.sandbox if k not in known), None):
         raise VimeError(f"agent.sandbox.{wrong}: unknown key", nearest(wrong, known))
