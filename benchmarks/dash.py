@@ -20,16 +20,20 @@ import tempfile
 import time
 from pathlib import Path
 
+from tokenizers import Tokenizer, models
+
 ROOT = Path(__file__).resolve().parents[1]
-WORDS = ("so the sum of both sides is then we can write this as let me check again answer " * 2).split()
+TEXT = "so the sum of both sides is then we can write this as let me check again , answer . therefore x equals two carry one and 42 41 = + ( )"
+WORDS = [" " + w for w in TEXT.split()]  # one token each
 
 
 def make_run(folder: Path, samples: int, steps: int, tokens: int, seed: int = 0, group: int = 8) -> None:
     """A run's folder as a real one leaves it: metrics, samples, the trainer's logprobs, spans. `samples` are dealt out evenly to `steps`."""
     rng = random.Random(seed)
-    for part in ("samples", "trace"):
+    for part in ("samples", "trace", "model"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(f'name = "{folder.name}"\nmodel = "/nonexistent"\n')
+    (folder / "config.toml").write_text(f'name = "{folder.name}"\nmodel = "{folder}/model"\n')
+    Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, "?")).save(str(folder / "model" / "tokenizer.json"))
     per_step, at, rows = samples // steps, 1.8e18, []
     spans: list[dict] = []
     for step in range(1, steps + 1):
@@ -40,7 +44,7 @@ def make_run(folder: Path, samples: int, steps: int, tokens: int, seed: int = 0,
             log_probs = [-round(rng.expovariate(2.5), 5) for _ in range(n)]
             agent = uid % 5 == 0
             mask = [0 if agent and n // 3 <= i < n // 2 else 1 for i in range(n)]
-            text = " ".join(rng.choices(WORDS, k=n // 2)) + (" \\boxed{42}" if good else " \\boxed{41}")
+            ids = rng.choices(range(len(WORDS)), k=n)
             metadata: dict = {"level": rng.randrange(5)}
             if agent:
                 call = {"tool": "bash", "args": {"command": "pytest -q"}, "observation": "3 passed", "status": "ok", "seconds": 1.25}
@@ -50,8 +54,9 @@ def make_run(folder: Path, samples: int, steps: int, tokens: int, seed: int = 0,
                 ]
             lines.append(
                 {"index": uid, "uid": uid, "group_index": uid // group, "rollout_id": uid, "prompt": f"<|user|>What is {uid % 97} + {step}? Think it through.<|assistant|>",
-                 "response": text, "label": "42", "reward": float(good), "status": "completed" if n < tokens else "truncated", "prompt_length": 24, "response_length": n,
-                 "weight_versions": [step - 1], "removed": uid % 41 == 0, "metadata": metadata, "tokens": [rng.randrange(32000) for _ in range(n)], "log_probs": log_probs,
+                 "response": "".join(WORDS[i] for i in ids), "label": "42", "reward": float(good),
+                 "status": "completed" if n < tokens else "truncated", "prompt_length": 24, "response_length": n,
+                 "weight_versions": [step - 1], "removed": uid % 41 == 0, "metadata": metadata, "tokens": ids, "log_probs": log_probs,
                  "loss_mask": mask, "prompt_tokens": list(range(24)), "version_runs": [[step - 1, n]]}
             )  # fmt: skip
             rewards.append(float(good))
@@ -122,7 +127,7 @@ def measure(url: str, samples: int, shots: Path | None) -> dict[str, float]:
         page.wait_for_selector("#charts .main-svg")
         out["curves_s"] = time.monotonic() - begun
         if shots:
-            page.fill("#metric-search", "")
+            page.locator("#smooth").fill("0.8")
             page.wait_for_timeout(800)
             page.screenshot(path=shots / "dash-curves.png")
         page.close()
@@ -139,7 +144,7 @@ def measure(url: str, samples: int, shots: Path | None) -> dict[str, float]:
             out |= {f"{kind}_median_ms": taken[len(taken) // 2], f"{kind}_p99_ms": taken[int(len(taken) * 0.99)], f"{kind}_max_ms": taken[-1]}
             out[f"{kind}_dropped"] = sum(t > 1.5 * out["idle_median_ms"] for t in taken) / len(taken)
         if shots:
-            page.keyboard.press("Home")
+            page.locator("#f-flag").select_option("blocked")
             page.locator("#list").press("j")
             page.wait_for_selector("#detail .tokens")
             page.wait_for_timeout(500)
@@ -159,9 +164,12 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="vime-dash-")) / "synthetic"
     if not (folder / "metrics.jsonl").exists():
         make_run(folder, args.samples, args.steps, args.tokens)
+        for seed in (1, 2):  # to be compared with
+            make_run(folder.with_name(f"seed-{seed}"), 16 * args.steps, args.steps, args.tokens, seed)
     size = sum(f.stat().st_size for f in (folder / "samples").iterdir())
     print(f"{args.samples} samples in {args.steps} steps, {size / 1e6:.0f} MB")
-    server = subprocess.Popen([sys.executable, "-m", "vime.cli", "dash", str(folder), "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    runs = [str(f) for f in (folder, *sorted(folder.parent.glob("seed-*")))]
+    server = subprocess.Popen([sys.executable, "-m", "vime.cli", "dash", *runs, "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert server.stdout
         url = server.stdout.readline().split(" at ")[1].split()[0]

@@ -5,6 +5,7 @@ trainer rank and one in the controller are of the same trace. Each process appen
 """
 
 import hashlib
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,6 +75,7 @@ def ids(run: str, what: str) -> tuple[int, int]:
 
 def record(name: str, start: int, end: int, uids: Iterable[int] = (), **attributes: Any) -> None:
     """A span from `start` to `end` (ns since the epoch) in the trace of each sample, by uid; of none: of this process, in the trace of its `step`."""
+    global _out
     if not _out:
         return
     lines, evaluation = [], scope.get()
@@ -87,8 +89,12 @@ def record(name: str, start: int, end: int, uids: Iterable[int] = (), **attribut
             _out.otlp.on_end(_readable(name, trace, span, parent, start, end, own))
         hexed = {"trace": f"{trace:032x}", "span": f"{span:016x}", "parent": parent and f"{parent:016x}"}
         lines.append(orjson.dumps({"name": name} | hexed | {"start": start, "end": end, "attributes": own}))
-    if _out.file:
-        _out.file.write(b"\n".join([*lines, b""]))
+    try:
+        if _out.file:
+            _out.file.write(b"\n".join([*lines, b""]))
+    except OSError as e:  # a full disk: that is no reason to lose the run
+        print(f"warning: spans are not written any more: {_out.file.name}: {e}", file=sys.stderr, flush=True)
+        _out = _out._replace(file=None)
 
 
 def _readable(name: str, trace: int, span: int, parent: int | None, start: int, end: int, attributes: dict[str, Any]) -> Any:

@@ -7,13 +7,15 @@ let known = "";
 const cards = new Map(); // metric -> its element
 const seen = new IntersectionObserver((entries) => entries.forEach((e) => { e.target.visible = e.isIntersecting; if (e.isIntersecting) draw(e.target); }), { rootMargin: "300px" });
 
-/** Exponential moving average with weight `k`, corrected for its start; null values are gaps. */
-export function smooth(values, k) {
-  let sum = 0, weight = 0;
-  return values.map((v) => {
+/** Exponential moving average whose weights fall by `k` each step, so that what is measured every 20 steps is hardly smoothed; null is a gap. */
+export function smooth(x, y, k) {
+  let sum = 0, weight = 0, last = x[0];
+  return y.map((v, i) => {
     if (v === null || !k) return v;
-    sum = k * sum + (1 - k) * v;
-    weight = k * weight + (1 - k);
+    const keep = k ** (x[i] - last);
+    sum = keep * sum + (1 - k) * v;
+    weight = keep * weight + (1 - k);
+    last = x[i];
     return sum / weight;
   });
 }
@@ -63,7 +65,7 @@ export async function draw(node, runs = state.runs.filter((r) => r.on)) {
     if (!x.length) continue;
     const line = { color: run.color, width: 1.8 }, few = y.filter((v) => v !== null).length < 25 && !k;
     if (k) traces.push({ x, y, name: run.name, mode: "lines", line: { ...line, width: 1 }, opacity: 0.25, hoverinfo: "skip" });
-    traces.push({ x, y: smooth(y, k), name: run.name, mode: few ? "lines+markers" : "lines", line, marker: { size: 4 }, connectgaps: true });
+    traces.push({ x, y: smooth(x, y, k), name: run.name, mode: few ? "lines+markers" : "lines", line, marker: { size: 4 }, connectgaps: true });
     last.push(nice(y.findLast((v) => v !== null)));
   }
   node.querySelector("h3 span").textContent = last.slice(0, 4).join(" · ");
