@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   vime train run.toml --resume                     continue from the newest checkpoint
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
+  vime gateway --engine http://127.0.0.1:8000 --model DIR   providers' APIs in front of a vLLM server, tokens recorded
   vime bench dataplane --quick                     what it costs to move samples, through a controller and past it
   vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same
   vime export runs/demo --out my-model             the trained model as a Hugging Face folder
@@ -87,6 +88,19 @@ def parser() -> argparse.ArgumentParser:
     e.add_argument("action", choices=["list", "drain", "replace", "add"])
     e.add_argument("what", nargs="*", metavar="N | URL | KEY=VALUE", help="see above; the value is read as TOML, else as a string")
 
+    w = command(sub, "gateway", "serve Anthropic's, OpenAI's and Gemini's APIs in front of a vLLM server, and record exact training tokens: docs/gateway.md")
+    w.add_argument("--engine", required=True, metavar="URL", help="the server, or a router")
+    w.add_argument("--model", required=True, metavar="DIR", help="its Hugging Face folder: tokenizer and chat template")
+    w.add_argument("--parser", default="server", help="of tool calls and reasoning, as gateway.parser (server)")
+    w.add_argument("--host", default="127.0.0.1", help="where harnesses connect (127.0.0.1); the control port is on the loopback always")
+    w.add_argument("--port", type=int, default=0, help="for harnesses (a free one)")
+    w.add_argument("--control-port", type=int, default=0, help="for sessions and rewards (a free one)")
+    w.add_argument("--secret", default="gateway.secret", metavar="FILE", help="where the control port's secret is written, readable by you only (gateway.secret)")
+    w.add_argument("--journal", metavar="FILE", help="keep sessions there, so that a restart loses no turn")
+    w.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer (as the server says)")
+    for cap in ("max-requests", "max-concurrency", "max-tokens"):
+        w.add_argument(f"--{cap}", type=int, metavar="N", help=f"of a session, as gateway.{cap.replace('-', '_')}")
+
     bench = command(sub, "bench", "measure servers, or the ways samples take from rollout to trainer")
     b = bench.add_subparsers(dest="what", required=True, metavar="COMMAND")
     o = command(b, "rollout", "load vLLM servers and report, from their own /metrics, tokens/s, prefix-cache hits, queue time, busy share and balance")
@@ -132,6 +146,15 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--out", metavar="DIR", help="where runs and picture go (<run_dir>/<name>-parity; runs/parity with --runs-a)")
     v.add_argument("--json", action="store_true", help="print JSON in place of text")
 
+    y = command(sub, "eval", "run an agent on a task against any OpenAI-compatible endpoint: docs/agents.md; a report that is there is gone on with")
+    y.add_argument("config", help="TOML file")
+    y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+
+    y = command(sub, "mcp", "an MCP server, over stdin and stdout, of our tools: for an agent that is a black box")
+    y.add_argument("tools", nargs="+", metavar="TOOL", help="shell, editor, search, ... or package.module:Class")
+    y.add_argument("--args", default="{}", metavar="JSON", help='what to make them with: {"search": {"url": "http://127.0.0.1:8123"}}')
+    y.add_argument("--base", metavar="DIR", help="a sandbox for them, whose work folder begins as this one")
+
     x = command(sub, "export", "copy the Hugging Face folder out of a run's checkpoint: whole weights, configuration, tokenizer")
     x.add_argument("run", help="the run's folder, <run_dir>/<name>")
     x.add_argument("--step", type=int, help="of which checkpoint (the newest)")
@@ -165,6 +188,10 @@ def run(args: argparse.Namespace) -> int:
 
         print(control.command(args.run, args.action, args.what))
         return 0
+    if args.command == "gateway":
+        from vime.agents.gateway import command as gateway
+
+        return gateway.command(args)
     if args.command == "bench":
         if args.what == "dataplane":
             sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -180,6 +207,14 @@ def run(args: argparse.Namespace) -> int:
         from vime import parity
 
         return parity.command(args)
+    if args.command == "eval":
+        from vime import evaluate
+
+        return evaluate.command(args.config, args.overrides)
+    if args.command == "mcp":
+        from vime.agents.tools import mcp
+
+        return mcp.command(args.tools, args.args, args.base)
     if args.command == "config":
         sys.stdout.write(config.dump(config.load(args.config, args.overrides)) if args.config else config.reference())
         return 0

@@ -14,7 +14,20 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
+from vime.sections import (
+    AgentConfig,
+    DataPlaneConfig,
+    EngineTable,
+    EvalConfig,
+    GatewayConfig,
+    LogConfig,
+    LoraConfig,
+    RayConfig,
+    RewardConfig,
+    Section,
+)  # fmt: skip
+
+AGENTS = "vime.agents.rollout:generate"  # the rollout.custom_generate of a run with an [agent]
 
 
 class DataConfig(Section):
@@ -165,6 +178,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: list[EngineTable] = []
     reward: RewardConfig = RewardConfig()
+    agent: AgentConfig = AgentConfig()
     algo: AlgoConfig = AlgoConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
@@ -173,6 +187,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     data_plane: DataPlaneConfig = DataPlaneConfig()
     eval: EvalConfig = EvalConfig()
+    gateway: GatewayConfig = GatewayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     ray: RayConfig = RayConfig()
@@ -224,6 +239,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.agent.task and self.rollout.custom_generate is None:
+            self.rollout = self.rollout.model_copy(update={"custom_generate": AGENTS})
         if faults := conflicts(self):
             raise ValueError("\n".join(faults))
         return self
@@ -243,6 +260,12 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
     """Read a run's TOML file, apply overrides, validate. Raises: VimeError that lists every fault at once, unknown keys with the nearest name."""
+    cfg: Config = validate(tree_of(path, overrides), str(path))
+    return cfg
+
+
+def tree_of(path: str | os.PathLike[str], overrides: list[str] | None = None) -> dict[str, Any]:
+    """The file with its overrides, not validated. Raises: VimeError."""
     try:
         tree = tomllib.loads(Path(path).read_text())
     except FileNotFoundError as e:
@@ -257,20 +280,21 @@ def load(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Co
             if not isinstance(node, dict):
                 raise VimeError(f"override {text!r}: {k} is not a section")
         node[keys[-1]] = value
-    return validate(tree, str(path))
+    return tree
 
 
-def validate(tree: dict[str, Any], source: str) -> Config:
-    """Build a Config from a plain dict; `source` names it in errors. Raises VimeError with all faults."""
+def validate(tree: dict[str, Any], source: str, kind: Any = None) -> Any:
+    """Build a Config, or another Section, from a plain dict; `source` names it in errors. Raises VimeError with all faults."""
+    kind = kind or Config
     try:
-        return Config.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as e:
         lines = []
         for fault in e.errors():
             loc = [str(p) for p in fault["loc"]]
             key = ".".join(loc)
             if fault["type"] == "extra_forbidden":
-                lines.append(f"{key}: unknown key; {nearest(loc[-1], _names(loc[:-1]))}")
+                lines.append(f"{key}: unknown key; {nearest(loc[-1], _names(loc[:-1], kind))}")
             elif fault["type"] == "missing":
                 lines.append(f"{key}: missing")
             else:
@@ -283,11 +307,10 @@ def validate(tree: dict[str, Any], source: str) -> Config:
         raise VimeError(f"{source}: {len(lines)} fault{'s' if len(lines) > 1 else ''}\n  " + "\n  ".join(lines)) from e
 
 
-def _names(path: list[str]) -> list[str]:
-    """Valid keys of the section at `path`, which may hold positions in a list of tables."""
-    node: type[BaseModel] = Config
+def _names(path: list[str], node: type[BaseModel]) -> list[str]:
+    """Valid keys of the section at `path` below `node`; the path may hold positions in a list of tables."""
     for p in path:
-        node = node if p.isdecimal() else _section(node.model_fields[p].annotation) or Config
+        node = node if p.isdecimal() else _section(node.model_fields[p].annotation) or node
     return list(node.model_fields)
 
 

@@ -25,6 +25,14 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"rollout.max_response_len {r.max_response_len} leaves no room for a prompt in max_context_len {r.max_context_len}")
     if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
         faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
+    if cfg.agent.task and (r.function or not str(r.custom_generate).startswith("vime.agents.")):
+        faults.append("agent.task generates every sample: leave out rollout.custom_generate and rollout.function")
+    if cfg.agent.task and cfg.data.apply_chat_template:
+        faults.append("agent.task makes the messages from each row's prompt: set data.apply_chat_template = false")
+    if cfg.agent.task and r.routing_replay:
+        faults.append("agent.task does not go with rollout.routing_replay: the gateway keeps no experts")
+    if not cfg.agent.task and (cfg.agent != type(cfg.agent)() or str(r.custom_generate).startswith("vime.agents.")):
+        faults.append("agent.task is unset, so there is no agent: set it, or leave out [agent], and rollout.custom_generate = vime.agents...")
     if r.function and t.mode == "async":
         faults.append('rollout.function generates a whole step: it needs train.mode = "sync"')
     if t.mode == "async" and t.max_staleness == 0:

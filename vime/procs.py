@@ -101,7 +101,7 @@ class Follower:
         self._process.wait()
 
 
-def _born(pid: int) -> str | None:
+def born(pid: int) -> str | None:
     """When process `pid` began, which tells it from a later one of that number; None where there is none, or a zombie."""
     with contextlib.suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -111,11 +111,11 @@ def _born(pid: int) -> str | None:
 
 def _follow(fd: int, roots: list[int]) -> int:
     """Note the children of `roots` each second, until EOF on `fd`; then give them GRACE seconds to end."""
-    line, known = socket.socket(fileno=fd), {pid: _born(pid) for pid in roots}
+    line, known = socket.socket(fileno=fd), {pid: born(pid) for pid in roots}
     while not select.select([line], [], [], 1.0)[0]:
-        known |= {pid: _born(pid) for root in roots for pid in descendants(root, deep=False)}
+        known |= {pid: born(pid) for root in roots for pid in descendants(root, deep=False)}
     deadline = time.monotonic() + GRACE
-    while left := [pid for pid, born in known.items() if born and _born(pid) == born]:
+    while left := [pid for pid, then in known.items() if then and born(pid) == then]:
         for pid in left if time.monotonic() > deadline else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -319,6 +319,7 @@ class SampleMeta:
     removed: bool
     versions: tuple[int, ...]
     greedy: bool = False
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)  # of its rollout: metadata["agent_metrics"]
 
 
 def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
@@ -328,4 +329,5 @@ def meta_of(s: Sample, reward_key: str | None = None) -> SampleMeta:
     trained = 0 if s.remove_sample else sum(s.loss_mask)
     lengths = (s.prompt_length, s.response_length, trained)
     reward, versions = s.reward_value(reward_key), tuple(s.weight_versions)
-    return SampleMeta(s.uid, s.group_index, rollout, *lengths, reward, s.status, s.remove_sample, versions, s.greedy)
+    metrics = s.metadata.get("agent_metrics", {})
+    return SampleMeta(s.uid, s.group_index, rollout, *lengths, reward, s.status, s.remove_sample, versions, s.greedy, metrics)

@@ -55,6 +55,33 @@ class RewardConfig(Section):
     overlong_penalty_factor: float = Field(1.0, gt=0, description="by how much it has fallen at the limit")
 
 
+class AgentConfig(Section):
+    """Agents: each sample is one episode of a task, by the loop of vime/agents/interaction.py or by a harness: docs/agents.md."""
+
+    task: str | None = Field(None, description="package.module:Name, called with args: an object with setup and grade; unset: no agents")
+    agent: str = Field("react", description="react: the loop, in this process; or the name of a harness, as claude_code")
+    tools: list[str] = Field([], description="names of vime/agents/tools, or package.module:Class, in this order; then those of the task")
+    tool_args: dict[str, dict[str, Any]] = Field({}, description="what to make a tool with: tool_args.shell.timeout_s = 30")
+    mcp: dict[str, str] = Field({}, description="MCP servers, name to URL or command line: their tools come last, as name_tool")
+    max_turns: int = Field(30, ge=1, description="turns of the model in one episode")
+    max_turn_len: int | None = Field(None, ge=1, description="tokens of one turn; unset: rollout.max_response_len, which is of the whole response")
+    wall_s: float = Field(600, gt=0, description="seconds of one episode")
+    on_hack: Literal["zero", "mask", "penalty"] = Field("zero", description="of an episode the guard objected to: reward 0; that, untrained; -hack_penalty")
+    hack_penalty: float = Field(1.0, ge=0)
+    sandbox: dict[str, Any] = Field({}, description="laid over the task's SandboxSpec: memory_mb, pids, network, ...")
+
+
+class EndpointConfig(Section):
+    """An OpenAI-compatible endpoint, of `vime eval`."""
+
+    url: str = Field(pattern="^https?://", description="as http://host:8000/v1")
+    name: str = Field(description="the model's name there")
+    key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    sampling: dict[str, Any] = Field({}, description="into every request: temperature, max_tokens, ...")
+    timeout: float = Field(600, gt=0)
+    retries: int = Field(5, ge=0, description="of 429, 5xx and lost connections")
+
+
 class EvalSampling(Section):
     n_samples_per_prompt: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, description="0: greedy")
@@ -94,6 +121,24 @@ class EvalConfig(EvalSampling):
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"several datasets are named {', '.join(twice)}")
         return self
+
+
+class GatewayConfig(Section):
+    """The model proxy of agents, see docs/gateway.md. Caps are of one session, which is one rollout."""
+
+    parser: Literal["server", "hermes", "qwen_xml", "llama3_json", "mistral", "text"] = Field(
+        "server", description="of tool calls and reasoning: server, by those that vLLM was started with; text: none; else a small one of our own"
+    )
+    train_kinds: list[Literal["main", "subagent", "compaction", "title"]] = Field(
+        ["main", "subagent", "compaction"], description="turns that are trained; the others' tokens are counted as agent/masked_tokens"
+    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="variables of the chat template, as enable_thinking = false")
+    max_requests: int = Field(200, ge=1, description="turns; then the client gets a 400, which ends it")
+    max_concurrency: int = Field(8, ge=1, description="turns at once; more wait")
+    max_tokens: int = Field(1_000_000, ge=1, description="sampled tokens; then the client gets a 400")
+    retry_window: float = Field(60, ge=0, description="seconds in which the same request again gets the same answer")
+    ping: float = Field(10, gt=0, description="seconds of a generation after which a streaming client is told to wait, again and again")
+    max_body: int = Field(64 << 20, ge=1024, description="bytes of a request, unpacked")
 
 
 class LogConfig(Section):

@@ -132,6 +132,10 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
         if not lacks and not cfg.ray.address and import_module("vime.accel").kind() == "cpu":  # torch takes seconds to import
             lacks = "there is no GPU here"
         faults += [f'weights.transport = "nccl": {lacks}; set it to "shm" or "file"'] * bool(lacks)
+    if cfg.agent.task:
+        from vime.agents import rollout
+
+        attempt("", rollout.check, cfg)
     attempt("", hooks.plugin_args, cfg)
     for key in sorted(set(hooks.POINTS) - {"reward.function", "rollout.dynamic_filter"}):
         for path in hooks.paths(cfg, key):
@@ -237,7 +241,9 @@ def rollout_metrics(metas: list[SampleMeta], version: int, seconds: float) -> di
         by_group.setdefault(m.group_index, set()).add(m.reward)
     tokens = sum(m.response_length for m in metas)
     lags = [version - v for m in metas for v in m.versions]
-    return {
+    ran = [one for one in {m.rollout_id: m.metrics for m in metas}.values() if one]
+    agents = {k: sum(one.get(k, 0.0) for one in ran) / len(ran) for k in sorted(set().union(*ran))}
+    return agents | {
         "rollout/raw_reward": float(np.mean([m.reward for m in metas])),
         "rollout/reward_std": float(np.std([m.reward for m in metas])),
         "rollout/response_len": tokens / len(metas),

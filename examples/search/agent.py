@@ -1,37 +1,25 @@
-"""Multi-turn search on the tiny model: ask the index for the reversed word, read the document, answer with its reversal.
+"""Multi-turn search: ask the index for the reversed word, read what it finds, answer with the document's word reversed.
 
-The index is a JSON file {query: document}, [args] index; a query that finds nothing ends the rollout.
+The search server is a real one, BM25 over HTTP; each rollout worker starts its own, for the documents in [args] documents.
 """
 
+import asyncio
 import json
-from functools import lru_cache
 from pathlib import Path
 
-from vime.data import tokenizer
-from vime.rollout.generate import generate as turn
-from vime.sample import Status
+from vime.agents.tools.search import Search, serve
 
 
-@lru_cache
-def index(path):
-    return json.loads(Path(path).read_text())
+class SearchTask:
+    def __init__(self, args):
+        self.documents = [json.loads(line) for line in Path(args.documents).read_text().splitlines()]
+        self.server = asyncio.ensure_future(serve(self.documents))
 
+    async def setup(self, sample):
+        _, url = await self.server
+        return None, [{"role": "user", "content": sample.prompt}], [Search(url, k=1)]
 
-async def generate(args, sample, sampling_params):
-    text = tokenizer.load(args.model)
-    if "start" not in sample.metadata:  # the first turn; a sample that was interrupted in the second comes back with its metadata
-        sample = await turn(args, sample, sampling_params | {"max_new_tokens": args.turn_len})
-        found = index(args.index).get(sample.response)
-        sample.metadata["found"] = found is not None
-        if found is None or sample.status is not Status.COMPLETED:
-            return sample
-        sample.append_tokens(text.encode([f" {found}>"], special_tokens=False)[0], trainable=False)
-        sample.metadata["start"] = len(sample.tokens)
-    start = sample.metadata["start"]
-    sample = await turn(args, sample, sampling_params | {"max_new_tokens": start - sample.prompt_length + args.turn_len})
-    sample.metadata["answer"] = text.decode(sample.tokens[start:])
-    return sample
-
-
-def reward(args, sample):
-    return 0.5 * sample.metadata["found"] + 0.5 * (sample.metadata.get("answer") == sample.label)
+    async def grade(self, sample, sandbox, episode):
+        """Half for a query that finds something, half for the answer."""
+        found = any(c.metadata.get("results") for c in episode.calls)
+        return 0.5 * found + 0.5 * (episode.status == "answered" and episode.answer.strip() == sample.label)

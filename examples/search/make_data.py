@@ -1,4 +1,5 @@
-"""Write train.jsonl, eval.jsonl (other words) and index.json: the reversed word finds a document, whose reversal is the answer."""
+"""Write train.jsonl, eval.jsonl (other words) and documents.jsonl: the reversed word finds a document,
+the reversal of whose text is the answer."""
 
 import json
 import random
@@ -18,7 +19,8 @@ def main(folder: Path) -> None:
     rows = [{"prompt": query[::-1], "label": document[::-1]} for query, document in index.items()]
     rng.shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "index.json").write_text(json.dumps(index))
+    documents = ({"id": str(i), "title": query, "text": text} for i, (query, text) in enumerate(index.items()))
+    (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
     for name, part in {"train": rows[HELD_OUT:], "eval": rows[:HELD_OUT]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
 

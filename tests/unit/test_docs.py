@@ -16,7 +16,7 @@ from vime import config
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *("quickstart", "rollout", "engines", "plugins", "eval", "multimodal", "parity", "algorithms", "moe", "parallel", "trainer", "weights"),
-    *("benchmarks", "dependencies", "data-plane", "plan", "multi-node", "accelerators"),
+    *("agents", "benchmarks", "dependencies", "data-plane", "plan", "multi-node", "accelerators"),
     *(f"tutorials/{n}" for n in ("first-run", "your-reward", "your-agent", "async", "from-slime", "from-verl", "scale-up")),
 ]
 DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in PAGES)]

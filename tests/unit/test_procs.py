@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.procs import _born, descendants, free_port, spawn
+from vime.procs import born, descendants, free_port, spawn
 
 # A process with a child in a session of its own (as vLLM's workers may have) and a grandchild that ignores TERM.
 FAMILY = """
@@ -134,9 +134,9 @@ time.sleep(100)
     parent.wait()
     try:
         end = time.monotonic() + 15
-        while _born(root) or _born(child):
+        while born(root) or born(child):
             assert time.monotonic() < end
             time.sleep(0.05)
-        assert _born(other)
+        assert born(other)
     finally:
         os.kill(other, signal.SIGKILL)

@@ -1,0 +1,237 @@
+"""What a shell command would do, read off its parsed text: the files it reads, writes and deletes, the programs it runs.
+
+Not a matcher of strings but a small abstract interpreter over tree-sitter's tree: variables, cd, functions, loops, pipes, here-documents,
+`sh -c`, eval, xargs, find -exec (commands.py), Python code (code.py) and scripts that the episode itself has written are followed as far as they
+can be decided without running anything. What cannot be decided is part of the answer (`Act.unknown`): the state of the files has the last word.
+"""
+
+import posixpath
+import re
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vime.errors import VimeError
+
+U = "\0"  # stands for a piece of text that is not known
+DEEP, WIDE = 12, 64  # interpreters in interpreters, and values of a loop, that are followed
+TABLE = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
+ESCAPES = dict(zip("abefnrtv\\'\"", "\a\b\x1b\f\n\r\t\v\\'\""))
+
+
+@dataclass
+class Act:
+    """One thing that a command does. `paths`: absolute, links and globs resolved, under "reads", "writes", "deletes", "adds" (appended to) and
+    "maybe" (some of these are written or deleted)."""
+
+    program: str  # with its subcommand
+    words: str = ""  # the whole command, expanded
+    text: str = ""  # what is written, or the program text that writes it, where it is known
+    pipe: str = ""  # the programs that feed it
+    unknown: str = ""  # what could not be decided
+    paths: dict[str, list[str]] = field(default_factory=dict)
+
+    def of(self, *kinds: str) -> list[str]:
+        return [p for k in kinds for p in self.paths.get(k, [])]
+
+
+@dataclass
+class World:
+    """What is known of the files: `files` there at the start (absolute; None: not known, so that any may be), `links`, symbolic and hard, and the
+    `texts` that the episode has written."""
+
+    root: str
+    files: set[str] | None = None
+    links: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+@cache
+def _parser() -> Any:
+    try:
+        import tree_sitter
+        import tree_sitter_bash
+    except ImportError as e:
+        raise VimeError("the guard reads shell commands with tree-sitter, which is not installed", "pip install vime[agents]") from e
+    return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
+
+
+class Reader:
+    """Reads commands in one World; `acts` is what it found. cwd, variables and functions last as long as it does, as in one shell."""
+
+    def __init__(self, world: World, cwd: str):
+        self.world, self.cwd, self.acts, self.depth, self.pipe = world, cwd, list[Act](), 0, ""
+        self.vars, self.functions = {"HOME": "/root", "PWD": cwd}, dict[str, Any]()
+
+    def paths(self, word: str) -> list[str]:
+        """Absolute paths that a word stands for: braces, ~, `..`, links and globs resolved; one with U in it is not known."""
+        if m := re.search(r"\{([^{}]*,[^{}]*)\}", word):
+            return [p for part in m[1].split(",") for p in self.paths(word[: m.start()] + part + word[m.end() :])]
+        path = posixpath.normpath(posixpath.join(self.cwd, re.sub(r"^~(?=/|$)", self.vars["HOME"], word)))
+        for _ in range(DEEP):
+            link = next((k for k in self.world.links if path == k or path.startswith(k + "/")), None)
+            if link is None:
+                break
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(link), self.world.links[link]) + path[len(link) :])
+        if re.search(r"[*?\[]", path) and self.world.files:
+            pattern = re.compile(globbed(path))
+            return [f for f in self.world.files if pattern.fullmatch(f)] or [path]
+        return [path]
+
+    def act(self, program: str, words: str = "", text: str = "", unknown: str = "", **paths: list[str]) -> Act:
+        """Records an Act; `paths`: its paths by kind, as words."""
+        found = {kind: [p for w in given for p in self.paths(w)] for kind, given in paths.items() if given}
+        self.acts.append(Act(program, words, text, self.pipe, unknown, found))
+        for path in self.acts[-1].of("writes", "deletes", "adds"):
+            self.world.texts.pop(path, None)
+            self.acts[-1].unknown = "which file it writes" if U in path else unknown
+        return self.acts[-1]
+
+    def shell(self, source: str, stdin: str = "") -> str:
+        """Reads one command line or script. What it prints, as far as that is known."""
+        if self.depth >= DEEP or U in source:
+            self.act("sh", source, unknown="what a script does whose text is not known")
+        if self.depth >= DEEP:
+            return U
+        self.depth += 1
+        out = self.run(_parser().parse(source.encode("utf-8", "surrogateescape")).root_node, stdin)
+        self.depth -= 1
+        return out
+
+    def run(self, node: Any, stdin: str) -> str:
+        """One node of the tree. What it prints."""
+        field_of = node.child_by_field_name
+        match node.type:
+            case "command":
+                return self._command(node, stdin)
+            case "redirected_statement":
+                return self._redirected(node, stdin)
+            case "pipeline":
+                kept, since = self.pipe, len(self.acts)
+                for child in node.named_children:
+                    stdin = self.run(child, stdin)
+                    self.pipe = " ".join(a.program for a in self.acts[since:])
+                self.pipe = kept
+                return stdin
+            case "subshell":
+                kept_cwd, kept_vars = self.cwd, dict(self.vars)
+                out = "".join(self.run(c, stdin) for c in node.named_children)
+                self.cwd, self.vars = kept_cwd, kept_vars
+                return out
+            case "variable_assignment":
+                name, value = field_of("name").text.decode(), field_of("value")
+                self.vars[name] = "" if value is None else " ".join(map(self.word, value.named_children)) if value.type == "array" else self.word(value)
+                self.act("=", f"{name}={self.vars[name]}")
+                return ""
+            case "function_definition":
+                self.functions[field_of("name").text.decode()] = field_of("body")
+                return ""
+            case "for_statement" | "while_statement":
+                asked = field_of("condition")
+                names = re.search(r"\bread\s+(?:-\w+\s+)*(\w+)", asked.text.decode() if asked is not None else "")
+                if asked is None or names:  # once for each value, or for each line that `read` is given
+                    name = names[1] if names else field_of("variable").text.decode()
+                    values = stdin.splitlines() if names else [w for c in node.children_by_field_name("value") for w in self.split(c)]
+                    values = [p for v in values for p in (self.paths(v) if re.search(r"[*?\[]", v) else [v])]
+                    return "".join(self.run(field_of("body"), "" if self.vars.update({name: v}) is None else "") for v in values[:WIDE])
+            case "word" | "string" | "raw_string" | "concatenation" | "simple_expansion" | "expansion" | "number":
+                self.word(node)  # of a test or a case: what a substitution in it runs
+                return ""
+        return "".join(self.run(c, stdin) for c in node.named_children)
+
+    def _redirected(self, node: Any, stdin: str) -> str:
+        """A here-document's own node holds what follows its opening word: more redirections, a pipe, an `&&`."""
+        redirects = [r for r in node.named_children if r.type.endswith("_redirect")]
+        redirects += [r for h in redirects if h.type == "heredoc_redirect" for r in h.named_children if not r.type.startswith("heredoc")]
+        body, outputs, after = node.child_by_field_name("body"), list[tuple[str, str, bool]](), []
+        for r in redirects:
+            target, sign = r.child_by_field_name("destination"), re.match(r"\d*[<>&|]*", r.text.decode("utf-8", "replace"))[0]  # type: ignore[index]
+            if r.type == "heredoc_redirect":
+                text = next((c for c in r.named_children if c.type == "heredoc_body"), None)
+                quoted = r.named_children[0].text[:1] in b"'\"\\"
+                stdin = "" if text is None else text.text.decode() if quoted else self.word(text)
+            elif r.type == "herestring_redirect":
+                stdin = self.word(r.named_children[-1]) + "\n"
+            elif r.type != "file_redirect":
+                after.append(r)
+            elif target is not None and "<" in sign:
+                stdin = self.world.texts.get(self.act("<", reads=[self.word(target)]).of("reads")[0], U)
+            elif target is not None and not re.fullmatch(rb"[\d-]+", target.text):
+                outputs.append((self.word(target), sign, ">>" in sign))
+        out = self.run(body, stdin) if body is not None else ""
+        for word, sign, append in outputs:
+            text = "" if sign.startswith("2") else out
+            self.write(word, text, append)
+            out = out if sign.startswith("2") else ""
+        for r in after:
+            out = self.run(r, out)
+        return out
+
+    def write(self, word: str, text: str, append: bool = False) -> None:
+        before = self.world.texts.get(self.paths(word)[0], "") if append else ""
+        for path in self.act(">", f"> {word}", text, **{"adds" if append else "writes": [word]}).of("writes", "adds"):
+            self.world.texts[path] = before + text
+
+    def _command(self, node: Any, stdin: str) -> str:
+        words: list[str] = []
+        for child in node.named_children:
+            if child.type == "variable_assignment":
+                self.run(child, "")
+            elif child.type == "herestring_redirect":
+                stdin = self.word(child.named_children[-1]) + "\n"
+            else:
+                words += self.split(child.named_children[0] if child.type == "command_name" else child)
+        from vime.agents.guard import commands  # which reads more shell in turn
+
+        return commands.simple(self, words, stdin)
+
+    def split(self, node: Any) -> list[str]:
+        """One or more words: an expansion outside quotes is split at blanks."""
+        value = self.word(node)
+        loose = any(c.type.endswith(("expansion", "command_substitution")) for c in (node, *(node.named_children if node.type == "concatenation" else ())))
+        return value.split() if loose else [value]
+
+    def word(self, node: Any) -> str:
+        """The text of a word, quotes and escapes resolved, U where it is not known."""
+        text = node.text.decode("utf-8", "replace")
+        match node.type:
+            case "word" | "extglob_pattern":
+                return re.sub(r"\\\n|\\(.)", r"\1", text)
+            case "raw_string":
+                return text[1:-1]
+            case "ansi_c_string":
+                return escaped(text[2:-1])
+            case "simple_expansion" | "expansion":
+                name = re.match(r"\$\{?(\w+|[@*])(?:\[\d*[@*]?\])?(?::?[-=]([^}]*))?\}?$", text)
+                return self.vars.get(name[1], name[2] or U) if name else U
+            case "command_substitution":
+                return "".join(self.run(c, "") for c in node.named_children).rstrip("\n")
+            case "process_substitution":
+                self.world.texts["/dev/fd/63"] = "".join(self.run(c, "") for c in node.named_children)
+                return "/dev/fd/63"
+            case "string" | "concatenation" | "heredoc_body" | "translated_string":
+                at, end = (node.start_byte, node.end_byte) if node.type != "string" else (node.start_byte + 1, node.end_byte - 1)
+                out, low = b"", node.start_byte
+                for c in node.named_children:  # the children in place, and the text between them as it stands
+                    known = c.text if c.type in ("string_content", "heredoc_content") else self.word(c).encode("utf-8", "surrogateescape")
+                    out, at = out + node.text[at - low : c.start_byte - low] + known, c.end_byte
+                text = (out + node.text[at - low : end - low]).decode("utf-8", "replace")
+                return re.sub(r'\\\n|\\(["$`\\])', r"\1", text) if node.type == "string" else text
+        return text
+
+
+def escaped(text: str) -> str:
+    """Backslash escapes of printf, echo -e and $'...' resolved."""
+    text = re.sub(r"\\0?([0-7]{1,3})", lambda m: chr(int(m[1], 8) & 255), text)
+    return re.sub(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{4}|[abefnrtv\\'\"])", lambda m: ESCAPES.get(m[1]) or chr(int(m[1][1:], 16)), text)
+
+
+def globbed(pattern: str) -> str:
+    """A glob as a regular expression: `*` and `?` stay in one folder, `**/` is any depth, `{a|b}` one of these."""
+    signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|\{[^}]*\})", pattern)
+    return "".join(
+        signs.get(p) or (p.replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p)) for p in parts
+    )

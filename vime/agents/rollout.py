@@ -1,0 +1,99 @@
+"""`[agent]`: one episode per sample, in a sandbox, through the gateway that keeps its exact tokens; graded by the task."""
+
+import asyncio
+import copy
+import dataclasses
+from collections import Counter
+from contextlib import AsyncExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vime import hooks
+from vime.agents.gateway import Refused, Turn, opened
+from vime.agents.interaction import Episode, Model, interact
+from vime.agents.sandbox import SandboxSpec, open_sandbox
+from vime.agents.tools import Context, Tool, make, mcp
+from vime.config import Config
+from vime.errors import VimeError, nearest
+from vime.hooks import Args
+from vime.rollout.generate import for_server, link
+from vime.sample import Sample, Status
+from vime.sections import AgentConfig
+
+FULL = ("context_length_exceeded", "budget_exceeded")  # what a gateway's refusal says where there is no room for another turn
+ENDS = {"submitted": Status.COMPLETED, "answered": Status.COMPLETED, "failed": Status.FAILED}  # the others: TRUNCATED
+
+_made: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, list[Tool]]] = WeakKeyDictionary()  # task and tools of a worker, made once
+
+
+async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample, a: AgentConfig) -> tuple[Episode, float | dict[str, Any]]:
+    """One episode and its grade. `model` takes messages and tool schemas and gives a Turn: a gateway's session, or an Endpoint."""
+    spec, messages, own = await task.setup(sample)
+    async with AsyncExitStack() as stack:
+        sandbox = None
+        if spec is not None:
+            sandbox = await open_sandbox(dataclasses.replace(spec, **a.sandbox))
+            stack.push_async_callback(sandbox.stop)
+        ctx = await stack.enter_async_context(Context(sandbox))
+        if policy := getattr(task, "policy", None):
+            from vime.agents.guard import Guard
+
+            ctx.guard = Guard(policy, sandbox)
+        every = [*tools, *own, *await mcp.connect(a.mcp, ctx)]
+        episode = await interact(model, messages, every, ctx, max_turns=a.max_turns, wall_s=a.wall_s)
+        reward = await task.grade(sample, sandbox, episode)
+    if episode.hacked:
+        value = -a.hack_penalty if a.on_hack == "penalty" else 0.0
+        reward = dict.fromkeys(reward, value) if isinstance(reward, dict) else value
+    return episode, reward
+
+
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """The rollout.custom_generate of a run with an [agent]: the samples that one episode yields. One that is interrupted begins again."""
+    a, at, loop = args.agent, link.get(), asyncio.get_running_loop()
+    if loop not in _made:
+        _made[loop] = hooks.load(a.task, "agent.task")(args), make(a.tools, a.tool_args)
+    session = (await opened(args)).session()
+    params = for_server(sampling_params) | ({"max_tokens": a.max_turn_len} if a.max_turn_len else {})
+
+    async def turn(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Turn:
+        async with at.slots.take(1):
+            try:
+                return await session.turn(messages, tools, params)
+            except Refused as e:
+                if e.code not in FULL:
+                    raise
+                return Turn("", {"role": "assistant", "content": ""}, finish_reason="length")
+
+    work = asyncio.ensure_future(run_episode(turn, *_made[loop], sample, a))
+    stopped = asyncio.ensure_future(at.stop.wait())
+    try:
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            sample.status = Status.ABORTED
+            return [sample]
+        episode, reward = work.result()
+    finally:
+        stopped.cancel()
+        work.cancel()
+        await asyncio.wait({work})
+        found = session.finish()
+    ends = {f"end_{episode.status}": 1, **{f"call_{k}": v for k, v in Counter(c.status for c in episode.calls).items()}, "hacked": episode.hacked}
+    metrics = session.metrics(found) | {f"agent/{k}": float(v) for k, v in ends.items()}
+    out = [t.to_sample(sample) for t in found] or [sample]
+    for s in out:
+        s.status, s.reward = ENDS.get(episode.status, Status.TRUNCATED), copy.deepcopy(reward)
+        s.remove_sample |= not found or episode.status == "failed" or (episode.hacked and a.on_hack == "mask")
+        s.metadata = copy.deepcopy(s.metadata) | {"agent_metrics": dict(metrics)}
+    out[0].metadata["agent"] = episode.record()
+    out[0].non_generation_time = sum(c.seconds for c in episode.calls)
+    return out
+
+
+def check(cfg: Config) -> None:
+    """Raises: VimeError for a task, a tool, a setting of the sandbox or a harness that is not there, before anything starts."""
+    a, known = cfg.agent, [f.name for f in dataclasses.fields(SandboxSpec)]
+    hooks.load(str(a.task), "agent.task")
+    make(a.tools, a.tool_args)
+    if wrong := next((k for k in a.sandbox if k not in known), None):
+        raise VimeError(f"agent.sandbox.{wrong}: unknown key", nearest(wrong, known))
