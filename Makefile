@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-tiny test unit integration e2e lint docs lock clean
+.PHONY: help install demo demo-tiny test unit integration e2e lint docs site audit lock clean
 
 # .pyc files matter: importing vLLM takes three times as long without them, in each of several processes
 export PYTHONDONTWRITEBYTECODE =
@@ -41,6 +41,12 @@ lint: install ## ruff, mypy, import-linter
 
 docs: install ## write docs/config.md anew
 	@$(BIN)/vime config > docs/config.md
+
+site: install ## build the documentation as web pages, in build/site
+	@$(BIN)/mkdocs build --strict --quiet
+
+audit: install ## ask the advisory databases about the pinned packages (needs the network)
+	@$(BIN)/uvx pip-audit --disable-pip --no-deps -r requirements/cpu.txt -r requirements/cuda.txt
 
 # Maintainers: resolve both locks anew. `+cpu` wheels: from pytorch.org, or a local folder (make lock TORCH_CPU="--find-links DIR").
 TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match

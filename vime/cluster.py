@@ -319,7 +319,8 @@ class Cluster:
             try:
                 ray.get(ref)
             except DEAD as e:
-                found["died"] = VimeError(f"{name} died: {str(e).splitlines()[0]}", "rerun with --resume")
+                node = re.search(r"\bip: (\S+)", str(e)) if "node has died" in str(e) else None
+                found["died"] = VimeError(f"{name} died: {f'its node {node[1]} is gone' if node else str(e).splitlines()[0]}", "rerun with --resume")
             except rex.RayTaskError as e:
                 c = cause(e)
                 if isinstance(c, VimeError):

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from vime import config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(p.stem for p in (ROOT / "docs").glob("*.md") if p.stem not in ("config", "forksync"))  # those two have tests of their own
+OWN = ("config", "forksync")  # have tests of their own
+PAGES = sorted(n for p in (ROOT / "docs").rglob("*.md") if (n := str(p.relative_to(ROOT / "docs").with_suffix(""))) not in OWN)
 DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in PAGES)]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out
 

@@ -54,6 +54,7 @@ class Router(Served):
             "host": self.host,
             "policy": "consistent_hash",  # sticks on x-session-id
             "prometheus_port": free_port(),
+            "prometheus_host": "127.0.0.1",  # unset it would be every address
             # A request that the router retries is sampled twice, and its breaker would shut out a server that we heal.
             "disable_retries": True,
             "disable_circuit_breaker": True,
