@@ -117,13 +117,17 @@ def lora(cfg: Config) -> list[str]:
     given, p = cfg.lora, cfg.parallel
     if given.rank is None:
         return ["lora.rank is unset, so there are no adapters: set it, or leave [lora] out"] if given != type(given)() else []
-    held = "vLLM lets a request that is under way go on with the adapter it began with, under the new version's number"
     wrong = {
         f"parallel, {p}: adapters are trained on fsdp ranks only, without tp, pp, cp and ep": p.ranks > p.fsdp or p.ep > 1,
         'algo.advantage_estimator = "gae": a critic has no adapters': cfg.algo.advantage_estimator == "gae",
         "rollout.routing_replay: not shown to be right with adapters": cfg.rollout.routing_replay,
-        f'lora.publish = "adapter": {held}; publish merged weights': given.publish == "adapter",
     }
+    if given.adapter:
+        only = 'lora.publish = "adapter", which servers read from a file and add to the model they began with:'
+        wrong |= {f"{only} leave out weights.delta": cfg.weights.delta, f'{only} set weights.transport to "shm" or "file"': cfg.weights.transport == "nccl"}
+        wrong |= {f"{only} vllm.speculative_config": any("speculative_config" in s.vllm for s in cfg.servers)}
+        wrong |= {f"{only} set rollout.sleep_level to 1": cfg.rollout.colocate and cfg.rollout.sleep_level == 2}
+        wrong |= {f"{only} {given.rank} is more than vLLM's 512": given.rank > 512}
     return [f"lora.rank does not go with {what}" for what, found in wrong.items() if found]
 
 
