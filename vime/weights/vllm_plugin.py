@@ -91,7 +91,8 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError("an adapter, for a server that was started without --enable-lora")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         helper = PEFTHelper(**json.loads(file.metadata()["lora"]), target_modules=[])
-        mapper, dtype = getattr(self.model, "hf_to_vllm_mapper", None), manager.lora_config.lora_dtype
+        mapper: Any = getattr(self.model, "hf_to_vllm_mapper", None)  # of which adapters take what renames layers, not what joins them
+        mapper, dtype = mapper and mapper.get_rename_mapper(), manager.lora_config.lora_dtype
         adapter = LoRAModel.from_lora_tensors(ADAPTER, tensors, helper, "cpu", dtype, weights_mapper=mapper)
         places = set(manager.modules) | {part for parts in manager.packed_modules.values() for part in parts}
         if unknown := sorted(adapter.loras.keys() - places):
@@ -273,6 +274,7 @@ def _serve_adapter() -> None:
     update go on with the new one, as with whole weights. (vLLM's own requests keep the adapter that they named when they came.)"""
     if not _asked("--enable-lora"):
         return
+    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA as Head
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin as Mixin
 
     activate = Mixin._set_active_loras
@@ -286,6 +288,8 @@ def _serve_adapter() -> None:
 
     everywhere.__wrapped__ = activate  # type: ignore[attr-defined]
     Mixin._set_active_loras, Mixin.reset_lora_state = everywhere, lambda self: None  # type: ignore[method-assign]
+    # The head has none. vLLM's way of asking that takes the logprobs of a prompt for those of sampled tokens, and fails by their number.
+    Head.forward = lambda self, head, *args, **kw: self.base_layer(getattr(head, "base_layer", head), *args, **kw)  # type: ignore[method-assign]
 
 
 def register() -> None:
