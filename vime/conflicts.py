@@ -126,7 +126,8 @@ def lora(cfg: Config) -> list[str]:
     if given.adapter:
         only = 'lora.publish = "adapter", which servers read from a file and add to the model they began with:'
         wrong |= {f"{only} leave out weights.delta": cfg.weights.delta, f'{only} set weights.transport to "shm" or "file"': cfg.weights.transport == "nccl"}
-        wrong |= {f"{only} vllm.speculative_config": any("speculative_config" in s.vllm for s in cfg.servers)}
+        wrong |= {f"{only} leave out vllm.speculative_config": any("speculative_config" in s.vllm for s in cfg.servers)}
+        wrong |= {f"{only} leave out vllm.pipeline_parallel_size": any(s.vllm.get("pipeline_parallel_size", 1) != 1 for s in cfg.servers)}
         wrong |= {f"{only} set rollout.sleep_level to 1": cfg.rollout.colocate and cfg.rollout.sleep_level == 2}
         wrong |= {f"{only} {given.rank} is more than vLLM's 512": given.rank > 512}
     return [f"lora.rank does not go with {what}" for what, found in wrong.items() if found]
@@ -160,6 +161,7 @@ def unread(cfg: Config) -> list[str]:
         "algo.use_opsm": (own or a.use_opsm, "algo.opsm_delta"),
         "algo.rejection": (own or a.rejection, "algo.rejection_high algo.rejection_low"),
         "a KL (kl_coef or kl_loss_coef)": (own or a.needs_reference, "algo.kl_loss_type"),
+        'servers (train.objective = "rl")': (not cfg.offline, "lora.publish"),
         "weights.delta": (cfg.weights.delta, "weights.delta_full_every"),
         "rollout.colocate": (cfg.rollout.colocate, "rollout.sleep_level"),
         'reward.function = "regex"': (cfg.reward.function == "regex", "reward.pattern"),
@@ -168,7 +170,7 @@ def unread(cfg: Config) -> list[str]:
     }
     out = []
     for reader, (there, keys) in readers.items():
-        for section, key in (k.split(".") for k in keys.split() if not there and (k.startswith("train.") or not cfg.offline)):
+        for section, key in (k.split(".") for k in keys.split() if not there and (k.startswith(("train.", "lora.")) or not cfg.offline)):
             given = getattr(cfg, section)
             if getattr(given, key) != type(given).model_fields[key].default:
                 out.append(f"{section}.{key} has no effect without {reader}: leave it out")

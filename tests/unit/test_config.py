@@ -87,7 +87,7 @@ def test_missing_keys(tmp_path: Path) -> None:
         (["lora.rank=4", "rollout.routing_replay=true"], "lora.rank does not go with rollout.routing_replay"),
         (["lora.rank=4", "lora.publish=adapter", "weights.transport=nccl"], r'lora.publish = "adapter", which .*: set weights.transport to "shm" or "file"'),
         (["lora.rank=4", "lora.publish=adapter", "weights.delta=true", "train.dtype=bfloat16"], "leave out weights.delta"),
-        (["lora.rank=4", "lora.publish=adapter", "vllm.speculative_config={}"], "vllm.speculative_config"),
+        (["lora.rank=4", "lora.publish=adapter", "vllm.speculative_config={}"], "leave out vllm.speculative_config"),
         (["lora.rank=600", "lora.publish=adapter"], "600 is more than vLLM's 512"),
         (["algo.critic_lr=1e-3"], 'algo.critic_lr has no effect without algo.advantage_estimator = "gae": leave it out'),
         (["algo.dpo_beta=0.3"], 'algo.dpo_beta has no effect without train.objective = "dpo"'),
