@@ -30,12 +30,16 @@ from vime.trainer.ring import ring_attention
 FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
-def init(rank: int, world: int, addr: str, port: int, timeout: float) -> torch.device:
-    """Join the process group, over the device's own collectives. One fails after `timeout` seconds. Returns this rank's device."""
+def init(rank: int, world: int, addr: str, port: int, timeout: float, offload: bool = False) -> torch.device:
+    """Join the process group, over the device's own collectives, with `offload` over gloo's for tensors in host memory. One fails after `timeout`
+    seconds. Returns this rank's device."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     device, url = accel.claim(rank), f"tcp://{addr}:{port}"
-    dist.init_process_group(accel.BACKENDS[device.type], init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    backend = accel.BACKENDS[device.type]
+    if offload and device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     return device
 
 
@@ -125,6 +129,7 @@ def load_model(
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
     new = {"score.weight", "score.bias"} if critic else set()
+    layout.to_host(model)
     if missing := sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or {}) - new):  # from_pretrained would leave them random
         raise VimeError(f"model {path}: its files lack {len(missing)} of the model's weights, {missing[0]} first", "get the folder anew")
     for p in model.parameters():
@@ -174,7 +179,7 @@ def whole_parts(
             for i, form in enumerate(forms if stage == layout.pp or (takes and layout.first) else ()):
                 part = {}
                 for name, (value, kind, adapter) in parts[i].items() if stage == layout.pp else ():
-                    cut = value if adapter else value.to(kind)
+                    cut = value.to(layout.device, value.dtype if adapter else kind)
                     full = cut.full_tensor() if isinstance(cut, DTensor) else cut
                     if adapter and takes:
                         full = (full + adapter.get_delta_weight("default").detach()).to(kind)
