@@ -134,7 +134,7 @@ async def rollout(g, http, engine, rng, number):
         if rng.random() < 0.15:
             clients.append(Client(http, url, rng, f"another agent {number} {len(clients)}", engine))
         await asyncio.gather(*(c.step() for c in clients))
-    await asyncio.gather(*(task for _, task, _ in s.asked.values()), return_exceptions=True)  # those whose client has left
+    await asyncio.gather(*(task for _, task in s.asked.values()), return_exceptions=True)  # those whose client has left
     metrics = s.metrics()
     return s.finish(), metrics, set().union(*(c.got for c in clients))
 
