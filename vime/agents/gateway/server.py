@@ -155,13 +155,8 @@ class Gateway:
             raise Refused(400, f"prompt is too long: {len(prompt)} tokens > {self.context - 1} maximum", "context_length_exceeded")
         own = {k: v for k, v in asked.params.items() if session.sampling is None or k in ("stop", "max_tokens")}
         params = {"temperature": 1.0} | own | (session.sampling or {})
-        most = min(
-            [
-                room,
-                session.limits.max_tokens - session.sampled - session.promised,
-                *(int(p["max_tokens"]) for p in (own, params) if "max_tokens" in p),
-            ]
-        )
+        asks = [int(p["max_tokens"]) for p in (own, params) if "max_tokens" in p]
+        most = min(room, session.limits.max_tokens - session.sampled, *asks)
         if most <= 0:
             raise Refused(400, f"this session has sampled its {session.limits.max_tokens} tokens (gateway.max_tokens)", "budget_exceeded")
         reason = await self._sample(session, turn, prompt, params, most)
