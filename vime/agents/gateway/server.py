@@ -74,7 +74,7 @@ class Gateway:
         limits, client = limits or GatewayConfig(), EngineClient(engine)
         try:
             served = (await client.models() or [{}])[0]
-            context = context or served.get("max_model_len")
+            context = context or served.get("max_model_len")  # a router may not say
             if not context:
                 raise VimeError(f"{engine} does not say how long a context may be", "give context (--context)")
             tokenizer = await asyncio.to_thread(Tokenizer, model)
