@@ -330,7 +330,7 @@ class Gateway:
             return web.json_response({"error": str(e)}, status=_status(e) if isinstance(e, VimeError) else 400)
 
 
-def _check(task: asyncio.Task[Turn]) -> None:
+def _check(task: asyncio.Future[Turn]) -> None:
     if task.cancelled():
         raise Refused(409, "the session is closed", "session_closed")
     task.result()
