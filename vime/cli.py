@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   vime train run.toml --resume                     continue from the newest checkpoint
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
+  vime gateway --engine http://127.0.0.1:8000 --model DIR   providers' APIs in front of a vLLM server, tokens recorded
   vime bench dataplane --quick                     what it costs to move samples, through a controller and past it
   vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same
   vime export runs/demo --out my-model             the trained model as a Hugging Face folder
@@ -74,6 +75,19 @@ def parser() -> argparse.ArgumentParser:
     e.add_argument("run", help="the run's folder, <run_dir>/<name>")
     e.add_argument("action", choices=["list", "drain", "replace", "add"])
     e.add_argument("what", nargs="*", metavar="N | URL | KEY=VALUE", help="see above; the value is read as TOML, else as a string")
+
+    w = command(sub, "gateway", "serve Anthropic's, OpenAI's and Gemini's APIs in front of a vLLM server, and record exact training tokens: docs/gateway.md")
+    w.add_argument("--engine", required=True, metavar="URL", help="the server, or a router")
+    w.add_argument("--model", required=True, metavar="DIR", help="its Hugging Face folder: tokenizer and chat template")
+    w.add_argument("--parser", default="server", help="of tool calls and reasoning, as gateway.parser (server)")
+    w.add_argument("--host", default="127.0.0.1", help="where harnesses connect (127.0.0.1); the control port is on the loopback always")
+    w.add_argument("--port", type=int, default=0, help="for harnesses (a free one)")
+    w.add_argument("--control-port", type=int, default=0, help="for sessions and rewards (a free one)")
+    w.add_argument("--secret", default="gateway.secret", metavar="FILE", help="where the control port's secret is written, readable by you only (gateway.secret)")
+    w.add_argument("--journal", metavar="FILE", help="keep sessions there, so that a restart loses no turn")
+    w.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer (as the server says)")
+    for cap in ("max-requests", "max-concurrency", "max-tokens"):
+        w.add_argument(f"--{cap}", type=int, metavar="N", help=f"of a session, as gateway.{cap.replace('-', '_')}")
 
     bench = command(sub, "bench", "measure servers, or the ways samples take from rollout to trainer")
     b = bench.add_subparsers(dest="what", required=True, metavar="COMMAND")
@@ -153,6 +167,10 @@ def run(args: argparse.Namespace) -> int:
 
         print(control.command(args.run, args.action, args.what))
         return 0
+    if args.command == "gateway":
+        from vime.agents.gateway import command as gateway
+
+        return gateway.command(args)
     if args.command == "bench":
         if args.what == "dataplane":
             sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
+from vime.sections import DataPlaneConfig, EngineTable, EvalConfig, GatewayConfig, LogConfig, LoraConfig, RayConfig, RewardConfig, Section
 
 
 class DataConfig(Section):
@@ -173,6 +173,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     data_plane: DataPlaneConfig = DataPlaneConfig()
     eval: EvalConfig = EvalConfig()
+    gateway: GatewayConfig = GatewayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     ray: RayConfig = RayConfig()

@@ -96,6 +96,24 @@ class EvalConfig(EvalSampling):
         return self
 
 
+class GatewayConfig(Section):
+    """The model proxy of agents, see docs/gateway.md. Caps are of one session, which is one rollout."""
+
+    parser: Literal["server", "hermes", "qwen_xml", "text"] = Field(
+        "server", description="of tool calls and reasoning: server, by those that vLLM was started with; text: none; else a small one of our own"
+    )
+    train_kinds: list[Literal["main", "subagent", "compaction", "title"]] = Field(
+        ["main", "subagent", "compaction"], description="turns that are trained; the others' tokens are counted as agent/masked_tokens"
+    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="variables of the chat template, as enable_thinking = false")
+    max_requests: int = Field(200, ge=1, description="turns; then the client gets a 400, which ends it")
+    max_concurrency: int = Field(8, ge=1, description="turns at once; more wait")
+    max_tokens: int = Field(1_000_000, ge=1, description="sampled tokens; then the client gets a 400")
+    retry_window: float = Field(60, ge=0, description="seconds in which the same request again gets the same answer")
+    ping: float = Field(10, gt=0, description="seconds of a generation after which a streaming client is told to wait, again and again")
+    max_body: int = Field(64 << 20, ge=1024, description="bytes of a request, unpacked")
+
+
 class LogConfig(Section):
     tensorboard: bool = True
     wandb: bool = False

@@ -16,6 +16,7 @@ PAUSE, RESUME, RESET_PREFIX_CACHE = "/pause", "/resume", "/reset_prefix_cache"
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH, INFO, ABORT = "/finish_weight_update", "/weight_info", "/abort_requests"
 DRAFT_START, SLEEP, WAKE_UP, METRICS, WORKERS = "/start_draft_weight_update", "/sleep", "/wake_up", "/metrics", "/workers"
+MODELS, DERENDER = "/v1/models", "/v1/chat/completions/derender"
 NEEDS = {ABORT, GENERATE, HEALTH, PAUSE, RESUME, RESET_PREFIX_CACHE, INIT, START, UPDATE, FINISH, INFO}
 
 # vLLM ignores a sampling parameter it does not know, so a misspelt one would go unnoticed.
@@ -69,7 +70,7 @@ class EngineClient:
         where, headers = f"{method} {self.url}{path}", {"Content-Type": "application/json"}
         if session:
             headers["x-session-id"] = session
-        if path != GENERATE:  # the server drops a connection after a 5xx: no later call may pick it up and mistake that for a death
+        if path not in (GENERATE, DERENDER):  # the server drops a connection after a 5xx: no later call may pick it up and mistake that for a death
             headers["Connection"] = "close"
         data, limit = None if body is None else orjson.dumps(body), aiohttp.ClientTimeout(total=timeout)
         try:
@@ -146,6 +147,22 @@ class EngineClient:
             return f"and it does not say which ({e.what})"
         said = [f"{w.get('url')} {'is up, its circuit is open' if w.get('is_healthy') else 'is down'}" for w in workers]
         return ", ".join(said) or "all are taken out"
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What the server serves: "id", and "max_model_len" where it says so."""
+        return list((await self._json("GET", MODELS, timeout=10)).get("data") or [])
+
+    async def workers(self) -> list[str]:
+        """URLs of the servers behind this one, if it is a router."""
+        return [str(w["url"]) for w in (await self._json("GET", WORKERS, timeout=10)).get("workers") or [] if w.get("is_healthy")]
+
+    async def derender(self, token_ids: list[int], chat: dict[str, Any] | None, prompt_ids: list[int] | None = None) -> dict[str, Any]:
+        """The assistant message that `token_ids` are, taken apart by the server's tool-call and reasoning parsers; `chat`: the request's tools
+        and tool_choice. `prompt_ids`: the end of the prompt, which may have begun the reasoning."""
+        choice = {"index": 0, "token_ids": token_ids, "finish_reason": "stop"}
+        given = {"request_id": "r", "choices": [choice], "prompt_token_ids": prompt_ids}
+        got = await self._json("POST", DERENDER, {"generate_response": given, "chat_request": chat})
+        return dict(got["choices"][0]["message"])
 
     async def prompt_logprobs(self, token_ids: list[int], timeout: float = 120) -> list[float]:
         """Logprobs of tokens 1..n-1 given their prefix, at temperature 1, under the server's current weights."""
