@@ -105,11 +105,11 @@ class Box:
         self.seccomp = ctypes.create_string_buffer(rules())
 
     def open(self) -> None:
-        call("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody inside may look into this process, or into a fork before it execs
         maps = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
         call("unshare", NEWNS if self.root else NEWNS | NEWUSER)
         for kind, text in maps.items() if not self.root else ():
             Path(f"/proc/self/{kind}").write_text(text)
+        call("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody inside may look into this process, or into a fork before it execs
         call("mount", "none", "/", None, 0x44000, None)  # private, all below it too
         call("mount", "tmpfs", self.state, "tmpfs", 2 | 4, f"size={self.spec['disk']},mode=755")
         for name in ("lower", "overlay", "up", "work", "home", "tmp", "shm"):
