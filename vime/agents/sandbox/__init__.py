@@ -33,7 +33,7 @@ GRACE = 1.0  # seconds that a command which ran out of time has to end after SIG
 class SandboxSpec:
     """What a sandbox is to be. `base` is a host folder which the work folder starts as (copied on write; None: empty); `binds` are host
     paths shown read-only at a path inside; `protected` are globs below the work folder that can't be written; `sockets` maps a port of the
-    sandbox's loopback interface to one of the host's: the only way out where `network` is false."""
+    sandbox's loopback interface to one of the host's: the only way out where `network` is false (with it all of them are seen as they are)."""
 
     kind: str = "local"  # or docker:IMAGE, podman:IMAGE, module:function
     base: str | None = None
