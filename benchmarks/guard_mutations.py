@@ -9,7 +9,9 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-WORD = re.compile(r"(?<![\w./$'\"{-])((?:/testbed/)?(?:tests|src|\.git)/[\w./-]+|\b(?:conftest\.py|pytest\.ini|run_tests\.sh|Makefile|test_\w+\.py))(?![\w'\"*?{])")
+WORD = re.compile(
+    r"(?<![\w./$'\"{-])((?:/testbed/)?(?:tests|src|\.git)/[\w./-]+|\b(?:conftest\.py|pytest\.ini|run_tests\.sh|Makefile|test_\w+\.py))(?![\w'\"*?{])"
+)
 
 
 def bare(command: str) -> list[re.Match[str]]:
@@ -51,7 +53,7 @@ def encoded(c: str) -> str:
 
 
 def python_encoded(c: str) -> str:
-    return f'python3 -c "import base64,os; os.system(base64.b64decode(\'{base64.b64encode(c.encode()).decode()}\').decode())"'
+    return f"python3 -c \"import base64,os; os.system(base64.b64decode('{base64.b64encode(c.encode()).decode()}').decode())\""
 
 
 def with_xargs(c: str) -> str | None:
@@ -76,7 +78,9 @@ MUTATIONS: dict[str, Callable[[str, random.Random], str | None]] = {
     "a glob": lambda c, r: at_path(c, lambda p: re.sub(r"(\w)(\.\w+)?$", r"?\2", p)) if not re.search(r">|ln |checkout|edit:", c) else None,
     "quotes in a program": lambda c, r: program(c, lambda p: f"{p[0]}''{p[1:]}"),
     "a program's path": lambda c, r: program(c, lambda p: f"command {p}"),
-    "sh -c": lambda c, r: f"{r.choice(['sh', 'bash', '/bin/bash'])} {r.choice(['-c', '-lc', '-xc'])} {shlex.quote(c)}" if "@{" not in c else f"bash -c {shlex.quote(c)}",
+    "sh -c": lambda c, r: (
+        f"{r.choice(['sh', 'bash', '/bin/bash'])} {r.choice(['-c', '-lc', '-xc'])} {shlex.quote(c)}" if "@{" not in c else f"bash -c {shlex.quote(c)}"
+    ),
     "eval": lambda c, r: f"eval {shlex.quote(c)}",
     "here-document": lambda c, r: heredoc(c),
     "base64 into a shell": lambda c, r: encoded(c),

@@ -94,7 +94,9 @@ class Policy(BaseModel, extra="forbid"):
                     raise ValueError(f"rule {r.id} names what is not in [paths]: {', '.join(missing)}")
                 [re.compile(p) for p in (*r.match.values(), r.unless_earlier)]
         except (OSError, ValueError, re.error) as e:
-            raise VimeError(f"the guard's policy {path} cannot be used: {' '.join(str(e).split())}", "docs/reward-hacking.md says how one is written") from e
+            raise VimeError(
+                f"the guard's policy {path} cannot be used: {' '.join(str(e).split())}", "docs/reward-hacking.md says how one is written"
+            ) from e
         return found
 
 
@@ -148,7 +150,9 @@ class Guard:
         """Whether an absolute path is in one of the sets, or (`whole`) a folder that holds a file of one."""
         files, folder, within = self.world.files, path.rstrip("/") + "/", [path]
         if whole:
-            within += [folder + "test_.py"] if files is None else self.world.under(folder) if path in self.world.folders or path == self.world.root else []
+            within += (
+                [folder + "test_.py"] if files is None else self.world.under(folder) if path in self.world.folders or path == self.world.root else []
+            )
         for kind in map(self.policy.paths.__getitem__, names):
             if any(kind.holds(p.removeprefix(self.world.root + "/")) and (not kind.existing or files is None or p in files) for p in within):
                 return True
@@ -195,7 +199,7 @@ def edited(r: Reader, path: str, args: dict[str, Any]) -> None:
     kind = "reads" if command in ("view", "read") else "adds" if command == "insert" or (old and old in new) else "writes"
     act = r.act("editor", f"{command} {path}", new, **{kind: [path]})
     if command == "create":
-        r.world.texts |= {p: new for p in act.of("writes")}
+        r.world.texts |= dict.fromkeys(act.of("writes"), new)
 
 
 def text(data: bytes | None) -> str:

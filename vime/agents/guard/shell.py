@@ -8,8 +8,8 @@ can be decided without running anything. What cannot be decided is part of the a
 import posixpath
 import re
 import tomllib
-from dataclasses import dataclass, field
 from bisect import bisect_left
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,9 @@ class Reader:
                 return out
             case "variable_assignment":
                 name, value = field_of("name").text.decode(), field_of("value")
-                self.vars[name] = "" if value is None else " ".join(map(self.word, value.named_children)) if value.type == "array" else self.word(value)
+                self.vars[name] = (
+                    "" if value is None else " ".join(map(self.word, value.named_children)) if value.type == "array" else self.word(value)
+                )
                 self.act("=", f"{name}={self.vars[name]}")
                 return ""
             case "function_definition":
@@ -205,7 +207,9 @@ class Reader:
     def split(self, node: Any) -> list[str]:
         """One or more words: an expansion outside quotes is split at blanks."""
         value = self.word(node)
-        loose = any(c.type.endswith(("expansion", "command_substitution")) for c in (node, *(node.named_children if node.type == "concatenation" else ())))
+        loose = any(
+            c.type.endswith(("expansion", "command_substitution")) for c in (node, *(node.named_children if node.type == "concatenation" else ()))
+        )
         return value.split() if loose else [value]
 
     def word(self, node: Any) -> str:
@@ -248,5 +252,6 @@ def globbed(pattern: str) -> str:
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|\{[^}]*\})", pattern)
     return "".join(
-        signs.get(p) or (p.replace("\\", r"\\").replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p)) for p in parts
+        signs.get(p) or (p.replace("\\", r"\\").replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p))
+        for p in parts
     )
