@@ -10,6 +10,7 @@ import pytest
 from tests.agents_kit import ScriptedEngine, model_folder, said
 from vime import config, train
 from vime.agents import rollout
+from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
 from vime.hooks import Args
 from vime.rollout.worker import GroupReport, RolloutWorker
@@ -73,7 +74,9 @@ def run(folder: Path, script: Any, samples: list[Sample], *, stop_after: float =
 
 
 def test_an_episode_becomes_a_sample_with_the_tokens_that_were_sampled(tmp_path: Path) -> None:
-    report, done, engine = run(tmp_path, lambda body, n: CALL if n < 3 else "84", group(3))
+    text = Tokenizer(model_folder(tmp_path / "model"))
+    asked = lambda body: text.decode(body["token_ids"], skip_special_tokens=False).count("assistant")  # noqa: E731
+    report, done, engine = run(tmp_path, lambda body, n: CALL if asked(body) == 1 else "84", group(3))
     assert [s.reward for s in done] == [1.0] * 3 and all(s.status is Status.COMPLETED for s in done)
     for s in done:
         trained = [t for t, m in zip(s.tokens[s.prompt_length :], s.loss_mask) if m]
