@@ -25,7 +25,7 @@ async def main():
     print('ready', flush=True); await asyncio.sleep(1e9)
 asyncio.run(main())"""
 CAPS = [w for c in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID") for w in ("--cap-add", c)]  # what package managers need
-INIT = "while :; do sleep 3600 & wait; done"  # process 1, which `kill -9 -1` spares
+INIT = "trap exit TERM; while :; do sleep 3600 & wait; done"  # process 1, which `kill -9 -1` spares
 
 
 class Container(Sandbox):

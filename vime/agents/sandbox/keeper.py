@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 NEWNS, NEWUSER, NEWPID = 0x20000, 0x10000000, 0x20000000
-# (audit arch, clone(), system calls that no agent needs and that have broken sandboxes before: mount and swap, modules, kexec, keys, other
+# (audit arch, clone(), system calls that no agent needs and that have broken sandboxes before: the log, mount and swap, modules, kexec, keys, other
 # namespaces, perf, handles, bpf, userfaultfd), and those that have one number everywhere: io_uring and the newer mount calls.
 REFUSED = {
-    "x86_64": (0xC000003E, 56, (155, 161, 165, 166, 167, 168, 175, 176, 246, 248, 249, 250, 272, 298, 304, 308, 313, 320, 321, 323)),
-    "aarch64": (0xC00000B7, 220, (41, 51, 40, 39, 224, 225, 104, 105, 106, 217, 218, 219, 97, 241, 265, 268, 273, 280, 282, 294)),
+    "x86_64": (0xC000003E, 56, (103, 155, 161, 165, 166, 167, 168, 175, 176, 246, 248, 249, 250, 272, 298, 304, 308, 313, 320, 321, 323)),
+    "aarch64": (0xC00000B7, 220, (116, 41, 51, 40, 39, 224, 225, 104, 105, 106, 217, 218, 219, 97, 241, 265, 268, 273, 280, 282, 294)),
 }
 NEWER = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442)
 
@@ -217,7 +217,6 @@ class Box:
 
     def answer(self, line: socket.socket) -> None:
         """One request, in a process of its own: a command, which is killed when the connection ends, or what has changed."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         text, fds, _, _ = socket.recv_fds(line, 1 << 16, 3, socket.MSG_CMSG_CLOEXEC)
         while not text.endswith(b"\n"):
             text += line.recv(1 << 16) or b"\n"
@@ -288,6 +287,7 @@ def keep(line: socket.socket) -> None:
     """Make the sandbox that the first line asks for, and serve it until that connection, the sandbox or the parent ends."""
     parent, box = os.getppid(), Box(json.loads(line.makefile().readline()))
     path = f"{box.state}.sock"
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # bubblewrap waits for one
     try:
         box.open()
         if box.spec["ports"]:
@@ -306,6 +306,8 @@ def keep(line: socket.socket) -> None:
                 asked.close()
             elif ready:
                 break
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
     except (OSError, IndexError) as e:
         with contextlib.suppress(OSError):
             line.sendall(json.dumps({"error": str(e)}).encode() + b"\n")
