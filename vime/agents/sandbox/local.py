@@ -77,6 +77,8 @@ def arguments(spec: SandboxSpec, state: str) -> list[str]:
         out += ["--ro-bind", f"{state}/{name}", f"/etc/{name}"]
     out += ["--bind", f"{state}/tmp", "/tmp", "--bind", f"{state}/home", HOME, "--bind", f"{state}/work", spec.workdir]
     for host, inside in spec.binds.items():
+        for folder in itertools.accumulate(inside.strip("/").split("/")[:-1], os.path.join, initial="/"):
+            out += ["--perms", "0755", "--dir", folder] if folder.startswith("/tmp/") else []  # bubblewrap's own would be closed to the agent
         out += ["--ro-bind", os.path.abspath(host), inside]
     held: set[str] = set()
     for pattern in spec.protected if spec.base else ():

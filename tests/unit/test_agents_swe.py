@@ -1,0 +1,230 @@
+"""The clean room takes the repair and nothing else: an instance built from a small repository's history, and every row of benchmarks/swe_rows.py."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from benchmarks.swe_rows import ROWS, TABLE, in_source
+from vime.agents.tasks import swe
+from vime.errors import VimeError
+
+LEDGER = (
+    "def total(values):\n    out = 0\n    for v in values[1:]:\n        out += v\n    return out\n\n\ndef largest(values):\n    return max(values)\n"
+)
+FIXED = LEDGER.replace("[1:]", "")
+OLD_TESTS = """import time
+import unittest
+import pytest
+from bank.ledger import largest, total
+
+
+def test_nothing():
+    assert total([]) == 0
+
+
+def test_largest():
+    assert largest([1, 3]) == 3
+    with pytest.raises(ValueError):
+        largest([])
+
+
+@pytest.mark.parametrize("at", [time.time()])
+def test_of_now(at):
+    pass
+"""
+NEW_TESTS = (
+    OLD_TESTS
+    + """
+
+@pytest.mark.parametrize("values", [[1], [2, 3]], ids=["one value", "two values: both"])
+def test_first_counts(values):
+    assert total(values) == sum(values)
+
+
+class TestTotal(unittest.TestCase):
+    def test_first(self):
+        self.assertEqual(total([4, 1]), 5)
+
+    def test_later(self):
+        self.assertEqual(total([0, 1]), 1)
+
+    def test_each(self):
+        for n in range(3):
+            with self.subTest(n=n):
+                self.assertEqual(total([n]), n)
+"""
+)
+
+
+def git(folder, *args):
+    who = {
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
+        "GIT_COMMITTER_EMAIL": "a@b",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+    }
+    return subprocess.run(["git", "-C", str(folder), *args], check=True, capture_output=True, text=True, env=os.environ | who).stdout.strip()
+
+
+def commit(folder, files, message):
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", message)
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory):
+    repo = tmp_path_factory.mktemp("clones") / "some+bank"
+    repo.mkdir()
+    git(repo, "init", "-qb", "main")
+    commit(
+        repo,
+        {"src/bank/__init__.py": "", "src/bank/ledger.py": LEDGER, "tests/test_ledger.py": OLD_TESTS, "tests/conftest.py": "import bank\n"},
+        "first",
+    )
+    commit(repo, {"src/bank/ledger.py": FIXED, "tests/test_ledger.py": NEW_TESTS, "CHANGES": "total\n"}, "total: count the first value")
+    commit(repo, {"CHANGES": "more\n"}, "no tests")
+    return repo
+
+
+@pytest.fixture(scope="module")
+def instance(repo):
+    return swe.build(repo, "HEAD~1")
+
+
+@pytest.fixture
+def base(repo, instance, tmp_path):
+    return swe.checkout(repo, instance.base_commit, tmp_path / "base")
+
+
+def graded(instance, base, files, **kw):
+    return asyncio.run(swe.grade(instance, base, files, **kw))
+
+
+def test_build_finds_what_the_fix_is_for(repo, instance):
+    first = "tests/test_ledger.py::test_first_counts"
+    unit = "tests/test_ledger.py::TestTotal"
+    assert sorted([f"{first}[one value]", f"{first}[two values: both]", f"{unit}::test_each", f"{unit}::test_first"]) == instance.FAIL_TO_PASS
+    # the id that holds the time of the day is not stable, and left out
+    assert sorted([f"{unit}::test_later", "tests/test_ledger.py::test_largest", "tests/test_ledger.py::test_nothing"]) == instance.PASS_TO_PASS
+    assert (instance.repo, instance.base_commit) == ("some/bank", git(repo, "rev-parse", "HEAD~2"))
+    assert swe.touched(instance.patch) == {"src/bank/ledger.py", "CHANGES"} and swe.touched(instance.test_patch) == {"tests/test_ledger.py"}
+    assert instance.problem_statement == "total: count the first value"
+    with pytest.raises(VimeError, match="changes no tests"):
+        swe.build(repo, "HEAD")
+
+
+def test_only_the_repair_is_resolved(instance, base):
+    """Gold is, and so is another right repair; no hack that other graders take is, nor some written against this one (benchmarks/swe_rows.py has more)."""
+    rows = [*TABLE, "search the key by gc", "call the reporter from its frames", "a hook around each test that hides itself", "xfail from inside"]
+    rows += ["read and write the supervisor", "empty the test functions' code"]
+
+    async def all_rows():
+        slots = asyncio.Semaphore(3)
+
+        async def one(row):
+            async with slots:
+                return await swe.grade(instance, base, ROWS[row](instance, base))
+
+        return dict(zip(rows, await asyncio.gather(*map(one, rows))))
+
+    grades = asyncio.run(all_rows())
+    print({row: g.fault or g.failed for row, g in grades.items()})
+    assert [row for row, g in grades.items() if g.resolved] == ["gold"]
+    assert grades["gold"].outcomes.keys() >= {*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS}
+    assert grades["conftest forges reports"].dropped["conftest.py"] == "protected"
+    assert "canaries" in grades["patch pytest from the package"].fault or "replaced" in grades["patch pytest from the package"].fault
+    assert "gc.get_objects" in grades["search the key by gc"].fault
+    assert "did not write" in grades["print PASSED to every fd"].fault
+    assert any("_pytest" in f for f in grades["patch pytest from the package"].flags) and not grades["gold"].flags
+    other = FIXED.replace("    out = 0\n    for v in values:\n        out += v\n    return out\n", "    return sum(values)\n")
+    assert graded(instance, base, {"src/bank/ledger.py": other.encode()}).resolved
+
+
+def test_what_resolves_half_is_not_resolved(instance, base):
+    broken = FIXED.replace("max(values)", "3").encode()
+    g = graded(instance, base, {"src/bank/ledger.py": broken})
+    assert (g.resolved, g.fault, g.failed) == (False, None, {"tests/test_ledger.py::test_largest": "failed"})
+    missing = dataclasses.replace(instance, PASS_TO_PASS=[*instance.PASS_TO_PASS, "tests/test_ledger.py::test_gone"])
+    g = graded(missing, base, ROWS["gold"](instance, base))
+    assert (g.resolved, g.failed) == (False, {"tests/test_ledger.py::test_gone": "missing"})
+    g = graded(instance, base, in_source("while True:\n    pass")(instance, base), timeout=2)
+    assert not g.resolved and "longer than 2" in g.fault
+
+
+def test_official_rules_on_outcomes(instance):
+    """An expected failure counts for both lists and a skip for PASS_TO_PASS, as in swebench; here only a pass counts. Ids cut at a space match."""
+    i = dataclasses.replace(instance, FAIL_TO_PASS=["t::a[one"], PASS_TO_PASS=["t::b"])
+    got = {"t::a[one two]": "xfailed", "t::a[one three]": "passed", "t::b": "skipped"}
+    assert swe.passed(i, got, official=True) == {}
+    assert swe.passed(i, got) == {"t::a[one": "xfailed", "t::b": "skipped"}
+    assert swe.passed(i, {"t::a[one two]": "skipped"}, official=True) == {"t::a[one": "skipped", "t::b": "missing"}
+
+
+def test_changes_are_read_from_files_not_from_git(base, tmp_path):
+    """An agent's ignore rules, attributes, index flags and hooks hide nothing; links and odd files are no change."""
+    work = tmp_path / "work"
+    subprocess.run(["cp", "-a", str(base), str(work)], check=True)
+    git(work, "init", "-q")
+    commit(work, {".gitignore": "*.py\n", ".gitattributes": "* -diff\n"}, "mine")
+    git(work, "update-index", "--assume-unchanged", ".gitignore")
+    (work / "src/bank/ledger.py").write_text(FIXED)
+    (work / "src/bank/new.py").write_text("x = 1\n")
+    (work / "src/bank/__init__.py").unlink()
+    (work / "link.py").symlink_to("/etc/passwd")
+    (work / "folder").symlink_to("/etc")
+    os.mkfifo(work / "pipe")
+    files, odd = swe.changed(base, work)
+    assert files["src/bank/ledger.py"] == FIXED.encode() and files["src/bank/new.py"] == b"x = 1\n" and files["src/bank/__init__.py"] is None
+    assert odd.keys() == {"link.py", "folder", "pipe"} and ".git/config" not in files
+    again = swe.from_patch(base, swe.to_patch(base, files))
+    assert again == files
+    for bad in ("../x", "/etc/x", "folder/x"):
+        with pytest.raises(VimeError, match="outside"):
+            swe.write(work, {bad: b""})
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [("src/bank/ledger.py", True), ("src/bank/contest.py", True), ("docs/testing.rst", True), ("src/bank/testing/client.py", True), ("tests/test_new.py", False),
+     ("src/bank/tests/util.py", False), ("a/conftest.py", False), ("src/bank/_pytest.pth", False), (".gitattributes", False), ("tox.ini", False), ("x/y.so", False)],
+)  # fmt: skip
+def test_protected_paths(path, kept):
+    files, dropped = swe.screen({path: b""}, "", "")
+    assert (path in files) == kept and (path in dropped) != kept
+    assert path in swe.screen({path: b""}, f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n", "")[0]
+
+
+def test_instances_are_read_in_the_official_format(instance, tmp_path):
+    row = dataclasses.asdict(instance)
+    hub = row | {
+        "FAIL_TO_PASS": json.dumps(row["FAIL_TO_PASS"]),
+        "PASS_TO_PASS": json.dumps(row["PASS_TO_PASS"]),
+        "hints_text": "",
+        "created_at": "2023",
+    }
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([hub]), tmp_path / "a.parquet")
+    assert swe.load(tmp_path / "a.jsonl") == swe.load(tmp_path / "a.parquet") == [instance]
+    del row["test_patch"]
+    (tmp_path / "b.json").write_text(json.dumps([row]))
+    with pytest.raises(VimeError, match="lacks test_patch"):
+        swe.load(tmp_path / "b.json")
+
+
+def test_an_environment_that_lacks_pytest_is_said(repo, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "e")], check=True)
+    with pytest.raises(VimeError, match="can't be run"):
+        swe.build(Path(repo), "HEAD~1", python=str(tmp_path / "e/bin/python"))

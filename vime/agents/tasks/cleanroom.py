@@ -1,0 +1,296 @@
+# mypy: ignore-errors
+"""The part of the grader that runs inside the sandbox: a supervisor, and the pytest process that it does not trust.
+
+A file of its own (standard library only, Python >= 3.8), because it is copied next to the tree, never imported from it. Two roles:
+
+*supervisor*: gets the job and a key on stdin, starts pytest with stdout and stderr in a log, takes records from a pipe, and prints one line:
+the records with a MAC. It imports nothing of the repository and is not dumpable, so a test (same user) can neither read its memory nor
+open its stdout through /proc.
+
+*pytest*: the code under test shares this process with pytest, so everything it could reach is suspect. What stands against it:
+
+- pytest, pluggy and all plugins of the environment are loaded before the repository is on sys.path: nothing in it can shadow them;
+- results are signed in an audit hook. Python keeps audit hooks where no Python code can list, read or remove them, and tells them of
+  gc.get_objects and the like *before* these answer: the hook reports that at once and a report cannot be taken back;
+- a result counts only if every frame on the stack is code that was loaded before the repository (a caller from it, a thread of it or an
+  exit handler is refused), and only while no function of pytest, pluggy, unittest and builtins has been replaced;
+- a passed test, and each hook around it, must have run code that was loaded before the repository or stands in a file that the agent did not
+  write;
+- each test's result comes from the exception that left the test, not from the report made of it.
+
+What is left to an attacker who knows all this: memory writes by native code, frames forged with a false file name. Source of the threats:
+swebench issues 538, 601, 631.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+
+# what would show or change the grader's state: told at once, unless it is code of the environment that asks (hypothesis traces, and counts references)
+DENIED = [
+    "gc.get_objects",
+    "gc.get_referrers",
+    "gc.get_referents",
+    "sys._current_frames",
+    "sys.settrace",
+    "sys.setprofile",
+    "sys.monitoring.register_callback",
+]
+DENIED += ["ctypes.string_at", "ctypes.wstring_at", "ctypes.cdata", "code.__new__"]
+GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "inspect", "types", "__main__")
+Function = Caller = Subset = None  # pytest's item of a function, pluggy's callers of hooks: bound once pytest runs
+
+
+def mac(key, text):
+    return hashlib.blake2b(text.encode(), key=key, digest_size=32).hexdigest()
+
+
+def supervise():
+    """Run the job on stdin ({"key", "root", "paths", "files", "mine", "env", "timeout"}; mine: files that the agent wrote).
+    Prints `MAC {"records": [[kind, status, id]], "fault", "log"}`."""
+    job = json.loads(sys.stdin.buffer.read())
+    host, key = bytes.fromhex(job.pop("key")), secrets.token_bytes(32)
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/PID/{mem,fd} of this process are closed to its own user
+    (given, give), (results, out) = os.pipe(), os.pipe()
+    threading.Thread(target=lambda: open(give, "wb").write(key + json.dumps(job).encode())).start()  # noqa: SIM115
+    raw, fault = [b""], None
+    with tempfile.TemporaryFile() as log:
+        cmd = [sys.executable, "-I", __file__, str(given), str(out), job["root"], *job["files"]]
+        how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": (given, out), "start_new_session": True}
+        child = subprocess.Popen(cmd, cwd=job["root"], env=job["env"], **how)
+        os.close(given)
+        os.close(out)
+        reader = threading.Thread(target=lambda: raw.append(open(results, "rb").read()), daemon=True)  # noqa: SIM115
+        reader.start()
+        try:
+            fault = f"the tests' process ended (code {child.wait(job['timeout'])}) before its last result"
+        except subprocess.TimeoutExpired:
+            fault = f"the tests took longer than {job['timeout']} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        reader.join(5)  # what has left the session may hold the pipe: then there is no result
+        log.seek(max(0, os.fstat(log.fileno()).st_size - 6000))
+        tail = log.read().decode(errors="replace")
+    records = []
+    for n, line in enumerate(raw[-1].decode(errors="replace").split("\n")[:-1]):
+        sign, _, body = line.partition(" ")
+        seq, kind, status, name = [*body.split(" "), "", "", "", ""][:4]
+        if not secrets.compare_digest(sign.encode(), mac(key, body).encode()) or seq != str(n):
+            fault = "the results' channel holds what the grader did not write"
+            break
+        records.append([kind, status, bytes.fromhex(name).decode()])
+        if kind in ("fault", "end"):
+            fault = records[-1][2] or None
+            if fault:
+                break
+    text = json.dumps({"records": records, "fault": fault, "log": tail})
+    os.write(1, (mac(host, text) + " " + text + "\n").encode())
+
+
+def codes(code):
+    """A code object and all that are compiled inside it."""
+    yield code
+    for c in code.co_consts:
+        if isinstance(c, types.CodeType):
+            yield from codes(c)
+
+
+def functions(space, module):
+    """(namespace, name, value, function or None) of what a module defines or holds, with the methods of its own classes."""
+    for name, value in list(vars(space).items()):
+        inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value.fget if isinstance(value, property) else value
+        yield vars(space), name, value, inner if isinstance(inner, types.FunctionType) else None
+        below = isinstance(value, type) and (not isinstance(space, type) or value.__qualname__.startswith(space.__qualname__ + "."))
+        if below and value.__module__ == module:
+            yield from functions(value, module)
+
+
+def arm(given, out):
+    """Read key and job, remember what is loaded by now, install the audit hook. Returns the job, and the name of the event that makes a record."""
+    with open(given, "rb") as f:
+        blob = f.read()
+    key, job, mark, prefix = blob[:32], json.loads(blob[32:]), secrets.token_hex(16), (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    fixed, known, frame = [], {}, sys._getframe()
+    for name, module in list(sys.modules.items()):
+        for space, attr, value, f in functions(module, name) if isinstance(module, types.ModuleType) else ():
+            if name.split(".")[0] in GUARDED and (callable(value) or hasattr(value, "__get__")):
+                fixed.append((space, attr, value, f, f and f.__code__))
+            known.update((id(c), c) for c in (codes(f.__code__) if f else ()))
+    while frame:
+        known[id(frame.f_code)] = frame.f_code
+        frame = frame.f_back
+    # names of builtins and of this module can be shadowed: what the hook calls is bound here
+    blake, write, getframe, getpid, ident, kind_of, text, prop = hashlib.blake2b, os.write, sys._getframe, os.getpid, id, type, str, property
+    read, built, every, group, code_type, pid, seq, busy, held = open, compile, codes, set, types.CodeType, os.getpid(), 0, False, {}
+
+    def send(kind, status, name):
+        nonlocal seq
+        body = f"{seq} {kind} {status} {name.encode('utf-8', 'backslashreplace').hex()}"
+        seq += 1
+        try:
+            write(out, f"{blake(body.encode(), key=key, digest_size=32).hexdigest()} {body}\n".encode())
+        except:  # noqa: E722 - the channel was closed, which the supervisor sees
+            return
+
+    def in_file(code):
+        """Whether a code object is what its file holds: a file name alone can be made up."""
+        path = code.co_filename
+        if path not in held:
+            with read(path, "rb") as source:
+                held[path] = group(every(built(source.read(), path, "exec", dont_inherit=True)))
+        return code in held[path]
+
+    def wrong():
+        for space, name, value, f, code in fixed:
+            now = space.get(name)
+            if (now is not value and (kind_of(now) is not prop or f is None or now.fget is not f)) or (f is not None and f.__code__ is not code):
+                return f"{name} of the test runner was replaced"
+        return None
+
+    def result(kind, status, name, made):
+        """Send it. Returns why it can't be taken, or None."""
+        frame = getframe(2)
+        while frame is not None:
+            if ident(frame.f_code) not in known:
+                return f"a result was forged from {frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        fault = wrong()
+        if fault and kind in ("begin", "call"):
+            fault, status = None, "foreign"  # a test may patch what it likes, but not pass by it, and it must clean up
+        for code in made if status == "passed" else ():
+            path = code.co_filename if kind_of(code) is code_type else ""
+            if not path or (ident(code) not in known and (not path.startswith(job["root"]) or path in job["mine"] or not in_file(code))):
+                status = "foreign"
+        if not fault:
+            send(kind, status, name)
+        return fault
+
+    def hook(event, args):
+        # It must never raise, nor call what the repository could have made: either would hand this frame, and with it the key, to it.
+        nonlocal busy
+        if busy or getpid() != pid:
+            return
+        busy, fault = True, None
+        try:
+            if event == mark:
+                fault = result(*args)
+            elif event in DENIED:
+                asks = getframe(1).f_code
+                if wrong() or not (asks.co_filename.startswith(prefix) and in_file(asks)):
+                    fault = f"{event} was called from {asks.co_filename}"
+            elif event == "open" and kind_of(args[0]) is text and args[0].startswith("/proc/") and args[0].endswith("/mem"):
+                fault = f"{args[0]} was opened"
+        except:  # noqa: E722
+            fault = "the grader's hook failed"
+        if fault:
+            send("fault", "-", fault)
+        busy = False
+
+    sys.addaudithook(hook)
+    return job, mark
+
+
+def status_of(item, exc):
+    """How a phase ended, by the exception that left it; of a unittest case by the one that it kept."""
+    kept = getattr(item, "_excinfo", None)
+    exc = exc[1] if exc else kept[0].value if kept else None
+    if exc is None:
+        return "passed"
+    if type(exc).__name__ in ("Skipped", "SkipTest"):
+        return "skipped"
+    return "xfailed" if type(exc).__name__ == "XFailed" or item.get_closest_marker("xfail") else "failed"
+
+
+def ran(item):
+    """The code objects that make an item's result: of its test function, under its decorators, and of every hook around it. "" stands for one that
+    can't be named: machinery was replaced on the instance, or the function has another name. An item that is no function (a doctest) has none."""
+    impls = [i.function for name in ("setup", "call") for i in getattr(item.ihook, f"pytest_runtest_{name}").get_hookimpls()]
+    impls += [i.function for i in item.ihook.pytest_pyfunc_call.get_hookimpls()]
+    found = [f.__code__ if type(f) in (types.FunctionType, types.MethodType) else "" for f in impls]
+    hooks = [type(h) for h in vars(item.ihook).values() if callable(h)]
+    if any(callable(getattr(type(item), n, None)) for n in vars(item)) or not set(hooks) <= {Caller, Subset}:
+        found.append("")
+    if isinstance(item, Function):
+        f = inspect.unwrap(getattr(item.obj, "__func__", item.obj))
+        f = getattr(getattr(f, "hypothesis", None), "inner_test", f)
+        code = getattr(inspect.unwrap(getattr(f, "func", f)), "__code__", None)
+        found.append(code if code is not None and item.nodeid.split("::")[-1].split("[")[0] == code.co_name else "")
+    return tuple(found)
+
+
+class Reporter:
+    """The pytest plugin. Each test gives three records, `begin`, `call` and `test`; it passed if all say so."""
+
+    def __init__(self, given, out, wrap):
+        self.given, self.out, self.ids, self.bad = given, out, {}, set()
+        for name in ("load_initial_conftests", "runtest_setup", "runtest_call", "runtest_teardown", "runtest_protocol"):
+            wrap(getattr(type(self), "pytest_" + name))
+
+    def pytest_load_initial_conftests(self, early_config):
+        pm = early_config.pluginmanager
+        legacy = pm.getplugin("legacypath")  # it replaces methods of pytest, which must be done by the time that these are remembered
+        if hasattr(legacy, "pytest_load_initial_conftests"):
+            legacy.pytest_load_initial_conftests(early_config)
+        call = "pytest_runtest_call"
+        globals().update(
+            Function=sys.modules["pytest"].Function, Caller=type(getattr(pm.hook, call)), Subset=type(pm.subset_hook_caller(call, [self]))
+        )
+        job, self.mark = arm(self.given, self.out)
+        sys.path[:0] = [os.path.join(job["root"], p) for p in job["paths"]]
+        yield
+
+    def note(self, item, outcome):
+        """Remember what made a phase other than the call end badly, and that the setup did not."""
+        status = status_of(item, outcome.excinfo)
+        if status != "passed" or item.nodeid not in self.ids:
+            self.ids[item.nodeid] = "error" if status == "failed" else status
+
+    def pytest_runtest_setup(self, item):
+        self.note(item, (yield))
+
+    def pytest_runtest_call(self, item):
+        sys.audit(self.mark, "begin", "passed", item.nodeid, ran(item))
+        outcome = yield
+        sys.audit(self.mark, "call", status_of(item, outcome.excinfo), item.nodeid, ran(item))
+
+    def pytest_runtest_teardown(self, item):
+        item.__dict__.pop("_excinfo", None)  # the call's, of a unittest case
+        self.note(item, (yield))
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.bad.add(report.nodeid)
+
+    def pytest_runtest_protocol(self, item):
+        yield
+        status = self.ids.get(item.nodeid, "error")
+        sys.audit(self.mark, "test", "failed" if status == "passed" and item.nodeid in self.bad else status, item.nodeid, ())
+
+    def pytest_sessionfinish(self):
+        sys.audit(self.mark, "end", "passed", "", ())
+
+
+def main(given, out, root, *files):
+    pytest = importlib.import_module("pytest")  # of the instance's environment, as all that is loaded here
+    for name in ("unittest.mock", "_pytest.doctest"):  # before the repository can
+        importlib.import_module(name)
+    os.set_inheritable(int(given), False)
+    os.set_inheritable(int(out), False)
+    args = ["--assert=plain", "--continue-on-collection-errors", "-q", "--rootdir", root, "-o", "addopts=", *files]
+    args += [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "randomly", "rerunfailures")]
+    sys.exit(pytest.main(args, plugins=[Reporter(int(given), int(out), pytest.hookimpl(hookwrapper=True, tryfirst=True))]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:]) if len(sys.argv) > 1 else supervise()

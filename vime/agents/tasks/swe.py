@@ -1,0 +1,380 @@
+"""SWE-bench instances: the official format, grading in a clean room, and instances built from a git history.
+
+What an agent leaves behind is graded in a tree of ours, never in its own (docs/swe.md has the threats and who gets past which defence):
+the pristine base, plus the agent's files as far as they are not protected, plus the test patch; the tests run as another user, without
+a network, and their results leave through a signed pipe (cleanroom.py). Standard output counts for nothing.
+"""
+
+import asyncio
+import dataclasses
+import fnmatch
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vime.agents.sandbox import SandboxSpec, open_sandbox
+from vime.agents.tasks import cleanroom
+from vime.errors import VimeError
+
+Files = dict[str, bytes | None]  # path in the tree -> new content, None where it was deleted
+TESTS = ["tests/*", "test/*", "*/tests/*", "*/test/*", "test_*.py", "*_test.py", "tests.py", "conftest.py"]
+# what decides how tests run: dropped from an agent's work unless the gold patch touches that very file
+PROTECTED = [
+    *TESTS, "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "Makefile", "noxfile.py",
+    "sitecustomize*", "usercustomize*", "*.pth", "*.egg-info/*", "*.dist-info/*", ".git*", ".git/*", "*/.git/*", "*.pyc", "*.so", "*.egg", "*.whl",
+]  # fmt: skip
+CACHES = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".venv", "venv", "node_modules"}
+SUSPICIOUS = r"os\._exit|_pytest|import pytest|sys\.modules|atexit|inspect\.stack|_getframe|tb_frame|PYTEST_|gc\.get_|ctypes|settrace|/proc/|addaudithook|xfail|_thread"
+MOST = 5 << 20  # bytes of one file of an agent's work
+ROOM = "/testbed"  # where the tree is while its tests run
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A row of a SWE-bench file. Beyond the official columns: `paths`, folders that go on sys.path; `image`, a sandbox kind as docker:NAME that has
+    the tree in /testbed, and `python` inside it (none: a virtual environment of this machine)."""
+
+    instance_id: str
+    repo: str
+    base_commit: str
+    patch: str
+    test_patch: str
+    FAIL_TO_PASS: list[str]
+    PASS_TO_PASS: list[str]
+    problem_statement: str = ""
+    version: str = ""
+    paths: list[str] = field(default_factory=lambda: ["src", "."])
+    image: str = ""
+    python: str = ""
+
+
+@dataclass
+class Grade:
+    """resolved: every FAIL_TO_PASS and PASS_TO_PASS id passed in a run that can be trusted. `fault`: why it can't be. `dropped`: the
+    agent's files that were left out, each with the reason. `flags`: suspicious words in what was kept (they decide nothing)."""
+
+    resolved: bool
+    fault: str | None = None
+    failed: dict[str, str] = field(default_factory=dict)  # required id -> how it ended
+    dropped: dict[str, str] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    outcomes: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    log: str = ""  # tail of what the tests printed, for a person
+
+
+def load(path: str | Path) -> list[Instance]:
+    """Instances of a .jsonl, .json or .parquet file. Raises VimeError naming the row and the columns that it lacks."""
+    p = Path(path)
+    if p.suffix == ".parquet":
+        import pyarrow.parquet
+
+        rows = pyarrow.parquet.read_table(p).to_pylist()
+    else:
+        rows = json.loads(p.read_text()) if p.suffix == ".json" else [json.loads(line) for line in p.read_text().splitlines() if line.strip()]
+    names = {f.name: f for f in dataclasses.fields(Instance)}
+    out = []
+    for n, row in enumerate(rows):
+        lists = {
+            k: json.loads(v) if isinstance(v, str) else list(v) for k, v in row.items() if k in ("FAIL_TO_PASS", "PASS_TO_PASS")
+        }  # the hub has JSON text
+        if lacks := [k for k in list(names)[:7] if k not in row]:
+            raise VimeError(f"row {n} of {p} lacks {', '.join(lacks)}", "the columns are those of SWE-bench: docs/swe.md")
+        out.append(Instance(**{k: v for k, v in row.items() if k in names and v is not None} | lists))
+    return out
+
+
+def git(*args: str, env: dict[str, str] | None = None, data: bytes | None = None, ok: tuple[int, ...] = (0,)) -> bytes:
+    """git's standard output, with no configuration, hook or attribute of this machine or user. Raises VimeError with git's words."""
+    clean = {
+        "PATH": os.environ["PATH"],
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_TERMINAL_PROMPT": "0",
+        "HOME": "/nonexistent",
+    }
+    quiet = [
+        "-c",
+        "safe.directory=*",
+        "-c",
+        "core.hooksPath=/dev/null",
+        "-c",
+        "core.fsmonitor=false",
+        "-c",
+        "core.logAllRefUpdates=false",
+        "-c",
+        "gc.auto=0",
+    ]
+    r = subprocess.run(["git", *quiet, *args], env=clean | (env or {}), input=data, capture_output=True)
+    if r.returncode not in ok:
+        raise VimeError(f"git {' '.join(args)[:200]} failed", "see what git said", r.stderr.decode(errors="replace")[-2000:])
+    return r.stdout
+
+
+def clone_of(repo: str, mirror: Path) -> Path:
+    """The clone of `owner/name` below `mirror`, with a work tree or bare, in any of the usual places. Raises VimeError naming them."""
+    places = [
+        mirror / p / end for p in (repo, repo.replace("/", "+"), repo.replace("/", "__"), f"{repo}.git", repo.split("/")[-1]) for end in ("", "repo")
+    ]
+    for p in places:
+        if (p / "HEAD").is_file() or (p / ".git").exists():
+            return p
+    raise VimeError(f"there is no clone of {repo} in {mirror}", f"git clone --bare https://github.com/{repo} {mirror / repo}.git")
+
+
+def checkout(repo: str | Path, commit: str, to: Path) -> Path:
+    """The files of a commit, without a .git, in the new folder `to`. `repo`: a clone or a bare git folder."""
+    to.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as tmp:
+        env = {"GIT_INDEX_FILE": f"{tmp}/index", "GIT_WORK_TREE": str(to.resolve())}
+        git("-C", str(repo), "read-tree", commit, env=env)
+        git("-C", str(repo), "checkout-index", "-a", f"--prefix={to.resolve()}/", env=env)
+    return to
+
+
+def listing(root: Path) -> dict[str, Path]:
+    """Files and links below root, relative path -> path, without caches and git's own folder; links are not followed."""
+    found = {}
+    for folder, names, files in os.walk(root):
+        links = [n for n in names if os.path.islink(os.path.join(folder, n))]
+        names[:] = [n for n in names if n not in CACHES and n not in links]
+        for n in files + links:
+            p = Path(folder, n)
+            found[str(p.relative_to(root))] = p
+    return found
+
+
+def changed(base: Path, work: Path) -> tuple[Files, dict[str, str]]:
+    """What differs in `work`, found by reading files, so that no ignore file, attribute, index flag or hook in there can hide a thing.
+    Returns (files, {path: reason} of what can't be part of a change)."""
+    before, after = listing(base), listing(work)
+    files: Files = {p: None for p in before if p not in after}
+    odd = {}
+    for path, p in after.items():
+        was, size = before.get(path), p.lstat().st_size
+        if not stat.S_ISREG(p.lstat().st_mode):
+            if not (was and was.is_symlink() and p.is_symlink() and os.readlink(was) == os.readlink(p)):
+                odd[path] = "no regular file"
+        elif size > MOST:
+            odd[path] = f"larger than {MOST >> 20} MiB"
+        elif not was or was.is_symlink() or was.stat().st_size != size or was.read_bytes() != p.read_bytes():
+            files[path] = p.read_bytes()
+    return files, odd
+
+
+def touched(patch: str) -> set[str]:
+    """Paths that a unified diff of git names, old and new."""
+    found = re.findall(r"^(?:--- a/|\+\+\+ b/|rename from |rename to )([^\t\n]+)", patch, re.M)
+    return set(found) | {m for pair in re.findall(r"^diff --git a/(\S+) b/(\S+)$", patch, re.M) for m in pair}
+
+
+def matches(path: str, patterns: list[str]) -> bool:
+    """Whether the path, its end or its file name matches a glob."""
+    return any(fnmatch.fnmatchcase(path, g) or fnmatch.fnmatchcase("/" + path, "*/" + g) for g in patterns)
+
+
+def screen(files: Files, gold: str, tests: str) -> tuple[Files, dict[str, str]]:
+    """(what counts, {path: reason} of what is dropped): no protected file unless the gold patch touches it, nothing that the test patch writes."""
+    mine, theirs = touched(gold), touched(tests)
+    dropped = {p: "written by the test patch" for p in files if p in theirs}
+    dropped |= {p: "protected" for p in files if p not in mine and p not in dropped and matches(p, PROTECTED)}
+    return {p: c for p, c in files.items() if p not in dropped}, dropped
+
+
+def apply(tree: Path, patch: str, what: str) -> None:
+    """git apply, outside of any repository. Raises VimeError with its words."""
+    if patch.strip():
+        try:
+            git(
+                "-C",
+                str(tree),
+                "apply",
+                "--whitespace=nowarn",
+                "-",
+                env={"GIT_CEILING_DIRECTORIES": str(tree.parent)},
+                data=patch.encode("utf-8", "surrogateescape"),
+            )
+        except VimeError as e:
+            raise VimeError(f"the {what} does not apply", "it is against another base, or no diff of git", e.log) from None
+
+
+def from_patch(base: Path, patch: str) -> Files:
+    """A prediction (a unified diff) as files. Raises VimeError where it does not apply."""
+    with tempfile.TemporaryDirectory() as tmp:
+        work = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
+        apply(work, patch, "patch")
+        return changed(base, work)[0]
+
+
+def to_patch(base: Path, files: Files) -> str:
+    """Files as a diff in git's form, which is what SWE-bench's predictions hold."""
+    with tempfile.TemporaryDirectory() as tmp:
+        for side in "ab":
+            shutil.copytree(base, Path(tmp, side), symlinks=True)
+        write(Path(tmp, "b"), files)
+        return git("-C", tmp, "diff", "--no-index", "--binary", "--no-prefix", "a", "b", ok=(0, 1)).decode("utf-8", "surrogateescape")
+
+
+def write(tree: Path, files: Files) -> None:
+    """Lay files over a tree. A path that leaves it, or goes through a link, is refused."""
+    for path, content in files.items():
+        p = tree / path
+        if ".." in Path(path).parts or not p.parent.resolve().is_relative_to(tree.resolve()):
+            raise VimeError(f"{path!r} is outside of the tree", "an agent's change may only name files in its work folder")
+        if p.is_symlink() or content is None:
+            p.unlink(missing_ok=True)
+        if content is not None:
+            p.parent.mkdir(parents=True, exist_ok=True)
+            p.write_bytes(content)
+
+
+async def run_tests(
+    tree: Path, files: list[str], i: Instance, python: str, timeout: float, mine: Files | None = None
+) -> tuple[dict[str, str], str | None, str]:
+    """Run pytest on test files of a tree, read-only, in a sandbox. Returns ({id: passed|failed|error|skipped|xfailed|foreign}, fault, log).
+    Two canaries with random names lie beside the first file; one must fail and one pass, or the run counts for nothing."""
+    good, bad, key, script = (
+        f"test_{secrets.token_hex(6)}",
+        f"test_{secrets.token_hex(6)}",
+        secrets.token_bytes(32),
+        f"/opt/{secrets.token_hex(8)}.py",
+    )
+    canary = str(Path(files[0]).with_name(f"test_{secrets.token_hex(6)}.py"))
+    (tree / canary).write_text(f"def {bad}():\n    assert {{}} == {{1: 2}}\n\n\ndef {good}():\n    assert {{}} == {{}}\n")
+    env = {"PATH": f"{Path(python).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TZ": "UTC", "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env["PYTHONPATH"] = ":".join(f"{ROOM}/{p}" for p in i.paths)
+    job = {"root": ROOM, "paths": i.paths, "files": [*files, canary], "mine": [f"{ROOM}/{p}" for p in mine or ()], "env": env, "timeout": timeout}
+    binds = ({} if i.image else environment(python)) | {str(tree): ROOM, cleanroom.__file__: script}
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"] if i.image else []  # a local sandbox has its own user
+    async with await open_sandbox(SandboxSpec(i.image or "local", binds=binds, timeout_s=timeout + 30)) as box:
+        r = await box.exec([*drop, python, "-I", script], stdin=json.dumps(job | {"key": key.hex()}).encode(), max_output=64 << 20)
+    (tree / canary).unlink()
+    if r.code in (126, 127):
+        raise VimeError(f"{python} does not start in the sandbox", "give a Python that has pytest and what the instance needs", r.output[-2000:])
+    sign, _, text = r.stdout.decode(errors="replace").strip().partition(" ")
+    if not secrets.compare_digest(sign.encode(), cleanroom.mac(key, text).encode()):
+        return {}, f"no signed result came back (exit code {r.code}{', timed out' if r.timed_out else ''})", r.output[-4000:]
+    said = json.loads(text)
+    outcomes, fault = judge(said["records"], said["fault"])
+    canaries = [outcomes.pop(f"{canary}::{name}", "missing") for name in (bad, good)]
+    if not fault and canaries != ["failed", "passed"]:
+        fault = f"the canaries ended as {' and '.join(canaries)}, not as failed and passed"
+    return outcomes, fault, said["log"]
+
+
+async def pristine(i: Instance, mirror: Path, to: Path) -> Path:
+    """The base's files in the new folder `to`: of the instance's image (with what was built there), or of the clone of its repository."""
+    if not i.image:
+        return checkout(clone_of(i.repo, mirror), i.base_commit, to)
+    async with await open_sandbox(SandboxSpec(i.image)) as box:
+        await box.download(ROOM, str(to))
+    return to
+
+
+def judge(records: list[list[str]], fault: str | None) -> tuple[dict[str, str], str | None]:
+    """{id: status} of signed records, and the fault. A test passed if all its records say so; a second one of a kind is a fault."""
+    seen: dict[tuple[str, str], str] = {}
+    for kind, status, name in records:
+        if (kind, name) in seen:
+            fault = fault or f"{name} has two results"
+        seen[kind, name] = status
+    whole = {name: status for (kind, name), status in seen.items() if kind == "test"}
+    for name, status in whole.items():
+        worse = [s for s in (seen.get(("begin", name), "missing"), seen.get(("call", name), "missing")) if s != "passed"]
+        whole[name] = worse[0] if status in ("passed", "failed") and worse else status
+    return whole, fault
+
+
+def environment(python: str) -> dict[str, str]:
+    """What a sandbox must show for an interpreter to run: its virtual environment and its home, each where it is."""
+    out = subprocess.run([python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"], capture_output=True, text=True)
+    if out.returncode:
+        raise VimeError(f"{python} does not run", "give a Python that has pytest and what the instance needs", out.stderr[-2000:])
+    folders = {p for prefix in out.stdout.split() for p in (prefix, os.path.realpath(prefix))} | {os.path.dirname(os.path.dirname(python))}
+    return {p: p for p in sorted(folders) if not p.startswith("/usr")}
+
+
+def passed(instance: Instance, outcomes: dict[str, str], official: bool = False) -> dict[str, str]:
+    """The required ids that did not pass, {id: how they ended}; none means resolved. SWE-bench's rules (`official`) also take an expected
+    failure, and in PASS_TO_PASS a skip; the code under test can cause both, so the strict rule does not. An id that the official log parser
+    cut at a space stands for all that begin with it."""
+    out = {}
+    for ids, more in ((instance.FAIL_TO_PASS, {"xfailed"}), (instance.PASS_TO_PASS, {"xfailed", "skipped"})):
+        for i in ids:
+            got = {outcomes[i]} if i in outcomes else {s for o, s in outcomes.items() if " " in o and o.split(" ")[0] == i} or {"missing"}
+            if wrong := got - {"passed", *(more if official else ())}:
+                out[i] = sorted(wrong)[0]
+    return out
+
+
+async def grade(i: Instance, base: Path, files: Files, python: str = sys.executable, timeout: float = 300, official: bool = False) -> Grade:
+    """Grade an agent's files against a pristine checkout of the base in the clean room. Raises VimeError where the instance itself is broken."""
+    begun, ids = time.monotonic(), [*i.FAIL_TO_PASS, *i.PASS_TO_PASS]
+    kept, dropped = screen(files, i.patch, i.test_patch)
+    if not i.FAIL_TO_PASS:
+        raise VimeError(f"{i.instance_id} has no FAIL_TO_PASS", "an instance without one is solved by doing nothing")
+    with tempfile.TemporaryDirectory(prefix="vime-swe-") as tmp:
+        os.chmod(tmp, 0o755)  # the tests' user reads it
+        tree = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
+        flags = suspicious(base, kept)
+        write(tree, kept)
+        apply(tree, i.test_patch, f"test patch of {i.instance_id}")
+        outcomes, fault, log = await run_tests(tree, sorted({n.split("::")[0] for n in ids}), i, i.python or python, timeout, kept)
+    failed = passed(i, outcomes, official)
+    return Grade(not fault and not failed, fault, failed, dropped, flags, outcomes, time.monotonic() - begun, log)
+
+
+def suspicious(base: Path, files: Files) -> list[str]:
+    """`path: word` for words in new lines that a repair seldom needs."""
+    out = []
+    for path, content in files.items():
+        old = set((base / path).read_bytes().splitlines()) if (base / path).is_file() else set()
+        new = b"\n".join(line for line in (content or b"").splitlines() if line not in old).decode(errors="replace")
+        out += [f"{path}: {w}" for w in sorted(set(re.findall(SUSPICIOUS, new)))]
+    return out
+
+
+def build(repo: str | Path, fix: str, name: str = "", python: str = sys.executable, timeout: float = 300) -> Instance:
+    """An instance from the commit that fixed a bug: base is its first parent, patch and test_patch are its halves, FAIL_TO_PASS and
+    PASS_TO_PASS come from running the tests twice before and twice after; an id that is not stable is left out.
+    Raises VimeError where the commit has no tests, or they don't show the bug."""
+    fix, base = git("-C", str(repo), "rev-parse", f"{fix}^{{commit}}", f"{fix}^1").decode().split()
+    name = name or re.sub(r"(/repo|/\.git|\.git)?/*$", "", str(repo)).rpartition("/")[2].replace("+", "/")
+    paths = git("-C", str(repo), "diff", "--name-only", "--no-renames", "-z", base, fix).decode().split("\0")[:-1]
+    halves = []
+    for tests in (False, True):
+        chosen = [p for p in paths if matches(p, TESTS) == tests]
+        if not chosen:
+            raise VimeError(f"{fix[:12]} of {name} changes no {'tests' if tests else 'source'}", "choose a commit with a fix and its test")
+        diff = git("-C", str(repo), "diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-renames", base, fix, "--", *chosen)
+        halves.append(diff.decode("utf-8", "surrogateescape"))
+    version = git("-C", str(repo), "describe", "--tags", "--abbrev=0", base, ok=(0, 128)).decode().strip()
+    text = git("-C", str(repo), "log", "-1", "--format=%B", fix).decode(errors="replace").strip()
+    made = Instance(f"{name.replace('/', '__')}-{fix[:8]}", name, base, halves[0], halves[1], [], [], text, version)
+    runs: list[set[str]] = []
+    for patched in (False, False, True, True):
+        with tempfile.TemporaryDirectory(prefix="vime-swe-") as tmp:
+            os.chmod(tmp, 0o755)
+            tree = checkout(repo, base, Path(tmp, "t"))
+            apply(tree, made.test_patch, "test patch")
+            apply(tree, made.patch if patched else "", "patch")
+            there = sorted(p for p in touched(made.test_patch) if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$", p) and (tree / p).exists())
+            if not there:
+                raise VimeError(f"{fix[:12]} of {name} changes no test file that pytest would run")
+            outcomes, fault, log = asyncio.run(run_tests(tree, there, made, python, timeout))
+        if fault:
+            raise VimeError(f"the tests of {name} at {base[:12]} can't be run: {fault}", "give --python an environment that has what they need", log)
+        runs.append({i for i, s in outcomes.items() if s == "passed"})
+    f2p, p2p = (runs[2] & runs[3]) - (runs[0] | runs[1]), runs[0] & runs[1] & runs[2] & runs[3]
+    if not f2p:
+        raise VimeError(f"no test of {fix[:12]} of {name} fails before and passes after", "a dependency may be missing in --python", log)
+    return dataclasses.replace(made, FAIL_TO_PASS=sorted(f2p), PASS_TO_PASS=sorted(p2p))
