@@ -123,6 +123,11 @@ def test_what_goes_wrong_in_a_tool_is_seen_and_recorded(asked: tuple[str, Any], 
     assert done.calls[0].seconds >= 0
 
 
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(VimeError, match="same name, of echo, submit, echo"):
+        asyncio.run(interact(None, [], [Echo(), Submit(), Echo()], Context()))  # type: ignore[arg-type]
+
+
 def test_images_reach_the_model_as_image_parts() -> None:
     done, _, _ = episode(turn("", ("echo", {"text": "look", "mode": "image"})), turn("bye"))
     text, image = done.messages[2]["content"]
