@@ -17,7 +17,7 @@ from vime.rollout.worker import GroupReport, RolloutWorker
 from vime.sample import Sample, SampleMeta, Status
 
 HERE = "tests.unit.test_agent_rollout"
-CALL = said("chatml", "", [("calculator", {"expression": "12*7"})])
+CALL = said("", [("calculator", {"expression": "12*7"})])
 
 
 def sums(args: Args) -> Any:
@@ -127,7 +127,7 @@ def test_how_an_episode_ended_is_the_samples_status(tmp_path: Path, said_first: 
 
 def test_a_broken_environment_is_no_reward_of_zero(tmp_path: Path) -> None:
     """It is graded as failed, is not trained on, and is counted."""
-    broken = said("chatml", "", [("echo", {"text": "a", "mode": "broken"})])
+    broken = said("", [("echo", {"text": "a", "mode": "broken"})])
     report, (s,), _ = run(tmp_path, lambda body, n: broken, group(), agent={"task": f"{HERE}:Graded"}, reward={"key": "score"})
     assert s.status is Status.FAILED and s.remove_sample and s.reward == {"score": 1.0, "failed": 1.0}
     assert s.metadata["agent"]["error"] == "the sandbox is gone" and report.metas[0].trained_tokens == 0
@@ -135,7 +135,7 @@ def test_a_broken_environment_is_no_reward_of_zero(tmp_path: Path) -> None:
 
 
 def test_what_a_tool_raises_reaches_the_sample(tmp_path: Path) -> None:
-    script = [said("chatml", "", [("echo", {"text": "a", "mode": "raise"})]), "sorry"]
+    script = [said("", [("echo", {"text": "a", "mode": "raise"})]), "sorry"]
     _, (s,), _ = run(tmp_path, script, group(), agent={"task": f"{HERE}:Graded"}, reward={"key": "score"})
     (call,) = s.metadata["agent"]["steps"][0]["calls"]
     assert (call["status"], call["exception"], s.status) == ("error", "KeyError: 'lost'", Status.COMPLETED)
