@@ -205,6 +205,10 @@ def test_a_schema_is_made_from_the_arguments() -> None:
     }  # fmt: skip
 
 
+class Lacking(Echo):
+    needs = "no_such_package"
+
+
 @pytest.mark.parametrize(
     ("names", "options", "match"),
     [
@@ -212,6 +216,7 @@ def test_a_schema_is_made_from_the_arguments() -> None:
         (["shell"], {"shell": {"timeout": 1}}, "'shell' cannot be made with"),
         (["shell"], {"editor": {}}, "'editor' is none of agent.tools"),
         (["no.such:Tool"], {}, "cannot import no.such"),
+        ([f"{__name__}:Lacking"], {}, r"needs the package no_such_package .pip install .vime.agents"),
     ],
 )
 def test_wrong_tools_are_refused_by_name(names: list[str], options: dict[str, Any], match: str) -> None:

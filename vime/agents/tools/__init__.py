@@ -2,6 +2,7 @@
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -57,6 +58,7 @@ class Tool:
     description: str
     timeout_s: float = 60  # of one call; a tool that ends its own calls in time gets GRACE seconds more to do so
     final = False  # the episode is over when this was called
+    needs = ""  # a package of vime[agents]
 
     class Args(BaseModel):
         pass
@@ -91,6 +93,8 @@ def make(names: list[str], options: dict[str, dict[str, Any]]) -> list[Tool]:
         if ":" not in name and name not in NAMED:
             raise VimeError(f"agent.tools: no tool {name!r}", nearest(name, list(NAMED)) + "; or package.module:Class for your own")
         kind = hooks.load(NAMED.get(name, name), "agent.tools")
+        if (needs := getattr(kind, "needs", "")) and not find_spec(needs):
+            raise VimeError(f"agent.tools: {name!r} needs the package {needs}", 'pip install "vime[agents]"')
         try:
             out.append(kind(**options.get(name, {})))
         except TypeError as e:

@@ -6,6 +6,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BaseModel, Field
 
 from vime.agents.tools import Context, Observation, Tool, clipped
+from vime.errors import VimeError, said
 
 
 class Browser(Tool):
@@ -13,7 +14,7 @@ class Browser(Tool):
 
     name = "browser"
     description = "Use a web browser. Gives the page's address, title and accessibility tree, and a screenshot."
-    timeout_s = 30
+    timeout_s, needs = 30, "playwright"
 
     def __init__(self, hosts: list[str] | None = None, files: str | None = None, width: int = 1024, height: int = 768, max_chars: int = 8_000):
         self.hosts, self.files, self.size, self.max_chars = hosts or [], files, (width, height), max_chars
@@ -61,7 +62,10 @@ class Browser(Tool):
         known = "".join(f", EXCLUDE {h.partition(':')[0]}" for h in self.hosts)
         flags = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP * ~NOTFOUND{known}"]
         driver = await ctx.closing.enter_async_context(async_playwright())
-        chromium = await driver.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
+        try:
+            chromium = await driver.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
+        except Exception as e:  # of the driver's own kinds
+            raise VimeError(f"browser: {said(e)}", "apt-get install chromium") from e
         ctx.closing.push_async_callback(chromium.close)
         page = await chromium.new_page(viewport={"width": self.size[0], "height": self.size[1]}, service_workers="block")
         await page.context.route("**/*", lambda r: r.continue_() if self.allows(r.request.url) else r.abort())
