@@ -38,7 +38,7 @@ def base(tmp_path_factory):
 def host(tmp_path_factory):
     """What there is to reach on the host."""
     folder = tmp_path_factory.mktemp("host")
-    (folder / "bind").mkdir()
+    (folder / "bind").mkdir(mode=0o755)
     for name in ("canary", "bind/file"):
         (folder / name).write_text("canary")
     name = f"vime-test-{os.getpid()}"
