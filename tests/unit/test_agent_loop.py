@@ -206,7 +206,7 @@ def test_a_schema_is_made_from_the_arguments() -> None:
 
 
 class Lacking(Echo):
-    needs = "no_such_package"
+    needs = ("asyncio", "no_such_program")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,8 @@ class Lacking(Echo):
         (["shell"], {"shell": {"timeout": 1}}, "'shell' cannot be made with"),
         (["shell"], {"editor": {}}, "'editor' is none of agent.tools"),
         (["no.such:Tool"], {}, "cannot import no.such"),
-        ([f"{__name__}:Lacking"], {}, r"needs the package no_such_package .pip install .vime.agents"),
+        ([f"{__name__}:turn"], {}, "is no class of tools"),
+        ([f"{__name__}:Lacking"], {}, r"needs no_such_program .pip install .vime.agents"),
     ],
 )
 def test_wrong_tools_are_refused_by_name(names: list[str], options: dict[str, Any], match: str) -> None:
