@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vime import hooks
-from vime.agents.endpoint import Endpoint
+from vime.agents.endpoint import Endpoint, Said
+from vime.agents.interaction import Message
 from vime.agents.rollout import run_episode
 from vime.agents.tools import make
 from vime.config import DataConfig, tree_of, validate
@@ -20,6 +21,8 @@ from vime.hooks import Args
 from vime.observe.evals import standard_error
 from vime.sample import Sample
 from vime.sections import AgentConfig, EndpointConfig, Section
+
+SILENT = ("gold", "noop")
 
 
 class EvalFile(Section):
@@ -37,9 +40,13 @@ class EvalFile(Section):
     args: dict[str, Any] = {}
 
 
-def command(path: str, overrides: list[str]) -> int:
+def command(path: str, overrides: list[str], agent: str | None = None) -> int:
     """Run what the report lacks, print the table. Exit code 1 where an episode could not be run: again makes it up."""
-    cfg: EvalFile = validate(tree_of(path, overrides), path, EvalFile)
+    tree = tree_of(path, overrides)
+    if agent:  # each agent has a report of its own
+        tree.setdefault("agent", {})["agent"] = agent
+        tree["name"] = f"{tree.get('name', 'eval')}-{agent}"
+    cfg: EvalFile = validate(tree, path, EvalFile)
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
     task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
     samples = [s for i, row in enumerate(rows(cfg.data)) for s in of_row(cfg, row, i)]
@@ -49,7 +56,11 @@ def command(path: str, overrides: list[str]) -> int:
     report.parent.mkdir(parents=True, exist_ok=True)
     failed = asyncio.run(_run(cfg, task, left, report))
     done = read(report)
-    Console().print(table(cfg, [done[s.index] for s in samples if s.index in done]))
+    ended = [done[s.index] for s in samples if s.index in done]
+    Console().print(table(cfg, ended))
+    if lines := instances(ended):
+        report.with_suffix(".md").write_text(lines)
+        print(f"each instance: {report.with_suffix('.md')}")
     for line in failed[:10]:
         print(line)
     return 1 if failed else 0
@@ -84,6 +95,11 @@ def read(report: Path) -> dict[int, dict[str, Any]]:
     return out
 
 
+async def silent(messages: list[Message], tools: list[dict[str, Any]]) -> Said:
+    """The model of an agent that does nothing itself: what is graded is the task's own answer (gold), or none (noop)."""
+    return Said("", {"role": "assistant", "content": ""}, range(0), "stop", 0.0)
+
+
 async def _run(cfg: EvalFile, task: Any, samples: list[Sample], report: Path) -> list[str]:
     """Run the episodes, write each as it ends. Returns: what went wrong, of those that have no line."""
     tools, turns, failed = make(cfg.agent.tools, cfg.agent.tool_args), asyncio.Semaphore(cfg.parallel), list[str]()
@@ -91,7 +107,7 @@ async def _run(cfg: EvalFile, task: Any, samples: list[Sample], report: Path) ->
     async def one(s: Sample, model: Endpoint) -> None:
         async with turns:
             try:
-                episode, reward = await run_episode(model, task, tools, s, cfg.agent)
+                episode, reward = await run_episode(model if cfg.agent.agent not in SILENT else silent, task, tools, s, cfg.agent)
             except Exception as e:  # a task may fail in any way
                 failed.append(f"episode {s.index}: {e if isinstance(e, VimeError) else said(e)}")
                 return
@@ -124,3 +140,16 @@ def table(cfg: EvalFile, done: list[dict[str, Any]]) -> Table:
     for status in sorted({c["status"] for c in calls}):
         out.add_row(f"calls: {status}", str(sum(c["status"] == status for c in calls)))
     return out
+
+
+def instances(done: list[dict[str, Any]]) -> str:
+    """A Markdown table of the episodes whose task left notes on an instance (vime/agents/tasks/swe.py)."""
+    out = ["| instance | resolved | why not | dropped | flags | turns |", "|---|---|---|---|---|---|"]
+    for r in sorted(done, key=lambda r: int(r["index"])):
+        if n := r["notes"]:
+            first = next(iter(n["failed"].items()), ("", ""))
+            why = n["fault"] or (f"{len(n['failed'])} ids, `{first[0]}`: {first[1]}" if n["failed"] else "")
+            out.append(
+                f"| {n['instance_id']} | {'yes' if n['resolved'] else 'no'} | {why} | {', '.join(n['dropped'])} | {', '.join(n['flags'])} | {len(r['steps'])} |"
+            )
+    return "\n".join(out) + "\n" if len(out) > 2 else ""

@@ -195,7 +195,7 @@ def edited(r: Reader, path: str, args: dict[str, Any]) -> None:
     kind = "reads" if command in ("view", "read") else "adds" if command == "insert" or (old and old in new) else "writes"
     act = r.act("editor", f"{command} {path}", new, **{kind: [path]})
     if command == "create":
-        r.world.texts |= {p: new for p in act.of("writes")}
+        r.world.texts |= dict.fromkeys(act.of("writes"), new)
 
 
 def text(data: bytes | None) -> str:

@@ -183,7 +183,7 @@ def tabled(r: Reader, name: str, words: list[str], line: str, stdin: str, where:
     if link:
         r.world.links[link[0]] = link[1]
     if name == "tee":
-        r.world.texts |= {p: stdin for p in act.of("writes")}
+        r.world.texts |= dict.fromkeys(act.of("writes"), stdin)
     if name == "cat" and act.of("reads"):
         return "".join(r.world.texts.get(p, U) for p in act.of("reads"))
     return stdin if name in ("cat", "tee") else U
