@@ -59,10 +59,11 @@ class Episode:
     status: End = "running"
     error: str = ""
     answer: str = ""  # given to a final tool, or the last text
+    notes: dict[str, Any] = field(default_factory=dict)  # what the task's grading found, for a report
 
     def record(self) -> dict[str, Any]:
         """Plain JSON, without the messages."""
-        return {"status": self.status, "error": self.error, "answer": self.answer, "steps": [asdict(s) for s in self.steps]}
+        return {"status": self.status, "error": self.error, "answer": self.answer, "notes": self.notes, "steps": [asdict(s) for s in self.steps]}
 
     @property
     def calls(self) -> list[Call]:
