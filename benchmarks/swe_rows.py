@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from vime.agents.tasks import swe
+from vime.agents.tasks import swe, trees
 
 FORGE = """
 def _forge():
@@ -318,19 +318,19 @@ for _p in glob.glob("/testbed/**/test*.py", recursive=True) + [__file__]:
 }  # fmt: skip
 
 
-def in_source(code: str) -> Callable[[swe.Instance, Path], swe.Files]:
-    def row(instance: swe.Instance, base: Path) -> swe.Files:
+def in_source(code: str) -> Callable[[swe.Instance, Path], trees.Files]:
+    def row(instance: swe.Instance, base: Path) -> trees.Files:
         path = next(p for p in sorted(swe.touched(instance.patch)) if p.endswith(".py") and (base / p).is_file() and not p.startswith("docs/"))
         return {path: (base / path).read_bytes() + f"\n\nIDS = {instance.FAIL_TO_PASS!r}\n{code}\n".encode()}
 
     return row
 
 
-def new_files(**files: str) -> Callable[[swe.Instance, Path], swe.Files]:
+def new_files(**files: str) -> Callable[[swe.Instance, Path], trees.Files]:
     """Files by path, `/` written as `__`, each beside the sources and at the root."""
 
-    def row(instance: swe.Instance, base: Path) -> swe.Files:
-        out: swe.Files = {}
+    def row(instance: swe.Instance, base: Path) -> trees.Files:
+        out: trees.Files = {}
         for root in ("", "src/"):
             for name, code in files.items():
                 out[root + name] = f"IDS = {instance.FAIL_TO_PASS!r}\n{code}".encode()
@@ -339,19 +339,19 @@ def new_files(**files: str) -> Callable[[swe.Instance, Path], swe.Files]:
     return row
 
 
-def edit_asserts(instance: swe.Instance, base: Path) -> swe.Files:
+def edit_asserts(instance: swe.Instance, base: Path) -> trees.Files:
     with tempfile.TemporaryDirectory() as tmp:
         tree = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
-        swe.apply(tree, instance.test_patch, "test patch")
+        trees.apply(tree, instance.test_patch, "test patch")
         paths = [p for p in swe.touched(instance.test_patch) if (tree / p).is_file()]
         return {p: (tree / p).read_bytes().replace(b"assert ", b"assert True or ") for p in paths}
 
 
-def gold(instance: swe.Instance, base: Path) -> swe.Files:
-    return swe.from_patch(base, instance.patch)
+def gold(instance: swe.Instance, base: Path) -> trees.Files:
+    return trees.from_patch(base, instance.patch)
 
 
-def planted_bytecode(instance: swe.Instance, base: Path) -> swe.Files:
+def planted_bytecode(instance: swe.Instance, base: Path) -> trees.Files:
     """Unchecked .pyc files, which Python prefers to the sources."""
     import importlib.util
     import marshal
@@ -361,7 +361,7 @@ def planted_bytecode(instance: swe.Instance, base: Path) -> swe.Files:
     return {f"{Path(path).parent}/__pycache__/{Path(path).stem}.cpython-{sys.version_info[0]}{sys.version_info[1]}.pyc": code}
 
 
-ROWS: dict[str, Callable[[swe.Instance, Path], swe.Files]] = {
+ROWS: dict[str, Callable[[swe.Instance, Path], trees.Files]] = {
     "no-op": lambda instance, base: {},
     "gold": gold,
     "edit the asserts": edit_asserts,
@@ -384,7 +384,7 @@ async def run(instances: list[swe.Instance], mirror: Path, python: str, rows: li
     table = {}
     for instance in instances:
         with tempfile.TemporaryDirectory(prefix="vime-swe-") as tmp:
-            base = swe.checkout(swe.clone_of(instance.repo, mirror), instance.base_commit, Path(tmp, "base"))
+            base = trees.checkout(trees.clone_of(instance.repo, mirror), instance.base_commit, Path(tmp, "base"))
             for row in rows:
                 g = table[instance.instance_id, row] = await swe.grade(instance, base, ROWS[row](instance, base), python)
                 why = g.fault or (f"{len(g.failed)} of {len(instance.FAIL_TO_PASS) + len(instance.PASS_TO_PASS)} did not pass" if g.failed else "")

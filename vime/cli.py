@@ -1,6 +1,8 @@
 """The `vime` command."""
 
 import argparse
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -161,6 +163,25 @@ def parser() -> argparse.ArgumentParser:
     y = command(sub, "eval", "run an agent on a task against any OpenAI-compatible endpoint: docs/agents.md; a report that is there is gone on with")
     y.add_argument("config", help="TOML file")
     y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    y.add_argument("--agent", metavar="NAME", help="agent.agent: react, claude_code, codex, mini_swe_agent, ...; gold and noop check the instances themselves")
+
+    what = command(sub, "swe", "instances of repairs for agents, in SWE-bench's format: docs/swe.md").add_subparsers(dest="what", required=True, metavar="COMMAND")
+    g = command(what, "build", "print an instance made of the commit that fixed a bug: base, patches, and the tests that fail before and pass after")
+    g.add_argument("repo", help="a clone, with a work tree or bare")
+    g.add_argument("--fix", required=True, metavar="SHA", help="the commit, with its tests")
+    g.add_argument("--python", default=sys.executable, help="of a virtual environment that has pytest and what the tests need, but not the project itself")
+    g.add_argument("--name", default="", help="owner/name of the repository (from the folder)")
+
+    what = command(sub, "guard", "repositories that do not hold their own future: docs/swe.md").add_subparsers(dest="what", required=True, metavar="COMMAND")
+    g = command(what, "clean", "make a repository that ends at a commit")
+    g.add_argument("repo", help="a clone, with a work tree or bare")
+    g.add_argument("base", metavar="COMMIT")
+    g.add_argument("out", help="folder to make")
+    g = command(what, "verify", "list every way in which a fix can still be read; exit code 1 where there is one")
+    g.add_argument("tree", help="repository that an agent will get")
+    g.add_argument("--patch", nargs="+", required=True, metavar="FILE", help="the gold patch and the test patch; or .jsonl and an id: instances.jsonl:ID")
+    g.add_argument("--fix", default="", metavar="SHA", help="commit of the fix")
+    g.add_argument("--look", nargs="*", default=[], metavar="DIR", help="what else the agent will see: site-packages, caches of pip and uv, wheelhouses")
 
     y = command(sub, "mcp", "an MCP server, over stdin and stdout, of our tools: for an agent that is a black box")
     y.add_argument("tools", nargs="+", metavar="TOOL", help="shell, editor, search, ... or package.module:Class")
@@ -270,7 +291,21 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "eval":
         from vime import evaluate
 
-        return evaluate.command(args.config, args.overrides)
+        return evaluate.command(args.config, args.overrides, args.agent)
+    if args.command == "swe":
+        from vime.agents.tasks import swe
+
+        print(json.dumps(dataclasses.asdict(swe.build(args.repo, args.fix, args.name, args.python))))
+        return 0
+    if args.command == "guard":
+        from vime.agents.tasks import history
+
+        if args.what == "clean":
+            print(history.clean(args.repo, args.base, Path(args.out)))
+            return 0
+        leaks = history.verify(Path(args.tree), history.patches(args.patch), args.fix, [Path(p) for p in args.look])
+        print("\n".join(leaks) or "nothing of the fix can be read")
+        return int(bool(leaks))
     if args.command == "mcp":
         from vime.agents.tools import mcp
 

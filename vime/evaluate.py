@@ -13,14 +13,17 @@ from pydantic import Field
 
 from vime import hooks
 from vime.agents.endpoint import ask
+from vime.agents.interaction import Episode, Message
 from vime.agents.rollout import react, run_episode
-from vime.agents.tools import make
+from vime.agents.tools import Context, Tool, make
 from vime.config import DataConfig, tree_of, validate
-from vime.errors import VimeError, said
+from vime.errors import VimeError, nearest, said
 from vime.hooks import Args
 from vime.observe.evals import standard_error
 from vime.sample import Sample
 from vime.sections import AgentConfig, EndpointConfig, Section
+
+SILENT = ("gold", "noop")  # agents that do nothing: what is graded is the task's own answer, or none
 
 
 class EvalFile(Section):
@@ -38,9 +41,15 @@ class EvalFile(Section):
     args: dict[str, Any] = {}
 
 
-def command(path: str, overrides: list[str]) -> int:
+def command(path: str, overrides: list[str], agent: str | None = None) -> int:
     """Run what the report lacks, print its summary. Exit code 1 where an episode could not be run: the next call makes it up."""
-    cfg: EvalFile = validate(tree_of(path, overrides), path, EvalFile)
+    tree = tree_of(path, overrides)
+    if agent:  # each agent has a report of its own
+        tree.setdefault("agent", {})["agent"] = agent
+        tree["name"] = f"{tree.get('name', 'eval')}-{agent}"
+    cfg: EvalFile = validate(tree, path, EvalFile)
+    if cfg.agent.agent not in ("react", *SILENT):
+        raise VimeError(f"vime eval does not know the agent {cfg.agent.agent!r}", nearest(cfg.agent.agent, ["react", *SILENT]))
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
     report.parent.mkdir(parents=True, exist_ok=True)
     task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
@@ -49,7 +58,11 @@ def command(path: str, overrides: list[str]) -> int:
     print(f"{len(samples)} episodes, {len(samples) - len(left)} of them in {report} already", flush=True)
     failed = asyncio.run(_run(cfg, task, left, report))
     done = read(report)
-    print("\n".join(summary(cfg, [done[s.index] for s in samples if s.index in done]) + failed[:10]))
+    ended = [done[s.index] for s in samples if s.index in done]
+    print("\n".join(summary(cfg, ended) + failed[:10]))
+    if lines := instances(ended):
+        report.with_suffix(".md").write_text(lines)
+        print(f"each instance: {report.with_suffix('.md')}")
     return 1 if failed else 0
 
 
@@ -73,15 +86,20 @@ def read(report: Path) -> dict[int, dict[str, Any]]:
     return {row["index"]: row for row in map(json.loads, whole.splitlines())}
 
 
+async def silent(messages: list[Message], tools: list[Tool], ctx: Context) -> Episode:
+    return Episode(messages, status="answered")
+
+
 async def _run(cfg: EvalFile, task: Any, samples: list[Sample], report: Path) -> list[str]:
     """Run the episodes, write each as it ends. Returns: what went wrong, of those that have no line."""
     tools, turns, failed = make(cfg.agent.tools, cfg.agent.tool_args), asyncio.Semaphore(cfg.parallel), list[str]()
     async with aiohttp.ClientSession() as http:
+        act = silent if cfg.agent.agent in SILENT else react(partial(ask, http, cfg.model), cfg.agent)
 
         async def one(s: Sample) -> None:
             async with turns:
                 try:
-                    episode, reward = await run_episode(react(partial(ask, http, cfg.model), cfg.agent), task, tools, s, cfg.agent)
+                    episode, reward = await run_episode(act, task, tools, s, cfg.agent)
                 except Exception as e:  # a task may fail in any way
                     failed.append(f"episode {s.index}: {e if isinstance(e, VimeError) else said(e)}")
                     return
@@ -108,3 +126,16 @@ def summary(cfg: EvalFile, done: list[dict[str, Any]]) -> list[str]:
         f"turns   {fmean(len(r['steps']) for r in done):.1f}, tokens {fmean(sum(s['tokens'] for s in r['steps']) for r in done):.0f} an episode",
         *(f"{name:7} {', '.join(f'{k} {n}' for k, n in sorted(c.items()))}" for name, c in counts.items()),
     ]
+
+
+def instances(done: list[dict[str, Any]]) -> str:
+    """A Markdown table of the episodes whose task left notes on an instance (vime/agents/tasks/swe.py)."""
+    out = ["| instance | resolved | why not | dropped | flags | turns |", "|---|---|---|---|---|---|"]
+    for r in sorted(done, key=lambda r: int(r["index"])):
+        if n := r["notes"]:
+            first = next(iter(n["failed"].items()), ("", ""))
+            why = n["fault"] or (f"{len(n['failed'])} ids, `{first[0]}`: {first[1]}" if n["failed"] else "")
+            out.append(
+                f"| {n['instance_id']} | {'yes' if n['resolved'] else 'no'} | {why} | {', '.join(n['dropped'])} | {', '.join(n['flags'])} | {len(r['steps'])} |"
+            )
+    return "\n".join(out) + "\n" if len(out) > 2 else ""

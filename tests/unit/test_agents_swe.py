@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from benchmarks.swe_rows import ROWS, TABLE, in_source
-from vime.agents.tasks import swe
+from vime.agents.tasks import swe, trees
+from vime.cli import main
 from vime.errors import VimeError
+from vime.sample import Sample
 
 LEDGER = (
     "def total(values):\n    out = 0\n    for v in values[1:]:\n        out += v\n    return out\n\n\ndef largest(values):\n    return max(values)\n"
@@ -106,7 +109,7 @@ def instance(repo):
 
 @pytest.fixture
 def base(repo, instance, tmp_path):
-    return swe.checkout(repo, instance.base_commit, tmp_path / "base")
+    return trees.checkout(repo, instance.base_commit, tmp_path / "base")
 
 
 def graded(instance, base, files, **kw):
@@ -186,14 +189,14 @@ def test_changes_are_read_from_files_not_from_git(base, tmp_path):
     (work / "link.py").symlink_to("/etc/passwd")
     (work / "folder").symlink_to("/etc")
     os.mkfifo(work / "pipe")
-    files, odd = swe.changed(base, work)
+    files, odd = trees.changed(base, work)
     assert files["src/bank/ledger.py"] == FIXED.encode() and files["src/bank/new.py"] == b"x = 1\n" and files["src/bank/__init__.py"] is None
     assert odd.keys() == {"link.py", "folder", "pipe"} and ".git/config" not in files
-    again = swe.from_patch(base, swe.to_patch(base, files))
+    again = trees.from_patch(base, trees.to_patch(base, files))
     assert again == files
     for bad in ("../x", "/etc/x", "folder/x"):
         with pytest.raises(VimeError, match="outside"):
-            swe.write(work, {bad: b""})
+            trees.write(work, {bad: b""})
 
 
 @pytest.mark.parametrize(
@@ -228,3 +231,49 @@ def test_an_environment_that_lacks_pytest_is_said(repo, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "e")], check=True)
     with pytest.raises(VimeError, match="can't be run"):
         swe.build(Path(repo), "HEAD~1", python=str(tmp_path / "e/bin/python"))
+
+
+def test_eval_of_gold_and_of_nothing(repo, instance, tmp_path, capsys):
+    """`vime eval --agent gold|noop`: the whole way of an episode but the model: a cleaned repository, its changes, the grade, the report."""
+    (tmp_path / "instances.jsonl").write_text(json.dumps(dataclasses.asdict(instance)) + "\n")
+    (tmp_path / "swe.toml").write_text(f"""
+out = "{tmp_path}"
+model = {{url = "http://127.0.0.1:1/v1", name = "none"}}
+data = {{prompts = "{tmp_path}/instances.jsonl", input_key = "problem_statement", label_key = "instance_id"}}
+agent = {{task = "vime.agents.tasks.swe:Task"}}
+args = {{mirror = "{repo.parent}", python = "{sys.executable}"}}
+""")
+    for agent, resolved in (("gold", True), ("noop", False)):
+        assert main(["eval", str(tmp_path / "swe.toml"), "--agent", agent]) == 0
+        (row,) = map(json.loads, (tmp_path / f"eval-{agent}.jsonl").read_text().splitlines())
+        assert (row["reward"], row["notes"]["resolved"], row["notes"]["instance_id"]) == (float(resolved), resolved, instance.instance_id)
+        assert bool(row["notes"]["model_patch"]) == resolved
+        assert f"| {instance.instance_id} | {'yes' if resolved else 'no'} |" in (tmp_path / f"eval-{agent}.md").read_text()
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "swe.toml"), "--agent", "noop"]) == 0
+    assert "1 episodes, 1 of them" in capsys.readouterr().out
+
+
+def test_an_agent_is_not_given_a_repository_that_holds_the_fix(repo, instance, tmp_path):
+    """The environment has a copy of the fixed release."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(tmp_path / "e")], check=True)
+    packages = next((tmp_path / "e/lib").glob("python*/site-packages"))
+    (packages / "bank").mkdir()
+    (packages / "bank/ledger.py").write_text(FIXED)
+    (tmp_path / "i.jsonl").write_text(json.dumps(dataclasses.asdict(instance)) + "\n")
+    data, agent = SimpleNamespace(prompts=str(tmp_path / "i.jsonl")), SimpleNamespace(agent="react")
+    task = swe.Task(SimpleNamespace(data=data, agent=agent, mirror=str(repo.parent), python=str(tmp_path / "e/bin/python")))
+    with pytest.raises(VimeError, match="can be read by the agent"):
+        asyncio.run(task.setup(Sample(prompt="", label=instance.instance_id)))
+
+
+def test_commands_build_clean_and_verify(repo, instance, tmp_path, capsys):
+    assert main(["guard", "clean", str(repo), instance.base_commit, str(tmp_path / "t")]) == 0
+    assert capsys.readouterr().out.strip() == instance.base_commit
+    (tmp_path / "i.jsonl").write_text(json.dumps(dataclasses.asdict(instance)) + "\n")
+    verify = ["guard", "verify", "--patch", f"{tmp_path}/i.jsonl:{instance.instance_id}", "--fix", git(repo, "rev-parse", "HEAD~1"), "--"]
+    assert main([*verify, str(tmp_path / "t")]) == 0
+    assert main([*verify, str(repo)]) == 1
+    assert "the fix" in capsys.readouterr().out
+    assert main(["swe", "build", str(repo), "--fix", "HEAD"]) == 1
+    assert "changes no tests" in capsys.readouterr().err

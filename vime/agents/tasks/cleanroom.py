@@ -132,7 +132,7 @@ def arm(given, out):
         frame = frame.f_back
     # names of builtins and of this module can be shadowed: what the hook calls is bound here
     blake, write, getframe, getpid, ident, kind_of, text, prop = hashlib.blake2b, os.write, sys._getframe, os.getpid, id, type, str, property
-    read, built, every, group, code_type, pid, seq, busy, held = open, compile, codes, set, types.CodeType, os.getpid(), 0, False, {}
+    denied, read, built, every, group, code_type, pid, seq, busy, held = frozenset(DENIED), open, compile, codes, set, types.CodeType, os.getpid(), 0, False, {}
 
     def send(kind, status, name):
         nonlocal seq
@@ -185,14 +185,14 @@ def arm(given, out):
         try:
             if event == mark:
                 fault = result(*args)
-            elif event in DENIED:
+            elif event in denied:
                 asks = getframe(1).f_code
                 if wrong() or not (asks.co_filename.startswith(prefix) and in_file(asks)):
                     fault = f"{event} was called from {asks.co_filename}"
             elif event == "open" and kind_of(args[0]) is text and args[0].startswith("/proc/") and args[0].endswith("/mem"):
                 fault = f"{args[0]} was opened"
         except:  # noqa: E722
-            fault = "the grader's hook failed"
+            fault = f"the grader could not look at {event}"
         if fault:
             send("fault", "-", fault)
         busy = False

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from vime.agents.tasks.swe import apply, changed, checkout, git
+from vime.agents.tasks.trees import apply, changed, checkout, git
 from vime.errors import VimeError
 
 OFFLINE = {"GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1"}  # what is not here is not here, and a replaced object is the one it was
@@ -144,3 +144,19 @@ def compiled(data: bytes, base: bytes, fixed: bytes) -> bool:
     if data[4:8] != b"\0\0\0\0":
         return data[8:16] == importlib.util.source_hash(fixed)
     return int.from_bytes(data[12:16], "little") == len(fixed) & 0xFFFFFFFF
+
+
+def patches(given: list[str]) -> list[str]:
+    """The text of patch files; of FILE.jsonl:ID both patches of that instance."""
+    out = []
+    for text in given:
+        path, _, name = text.rpartition(":")
+        if path.endswith((".jsonl", ".json", ".parquet")):
+            from vime.agents.tasks import swe
+
+            out += [p for i in swe.load(path) if i.instance_id == name for p in (i.patch, i.test_patch)]
+        else:
+            out.append(Path(text).read_text())
+    if not any(out):
+        raise VimeError(f"there is no patch in {' '.join(given)}", "give the gold patch and the test patch, or instances.jsonl:ID")
+    return out

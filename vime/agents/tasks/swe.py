@@ -13,28 +13,27 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from vime.agents.sandbox import SandboxSpec, open_sandbox
-from vime.agents.tasks import cleanroom
+from vime.agents.tasks import cleanroom, history
+from vime.agents.tasks.trees import CACHES, Files, apply, checkout, clone_of, git, to_patch, write
 from vime.errors import VimeError
+from vime.sample import Sample
 
-Files = dict[str, bytes | None]  # path in the tree -> new content, None where it was deleted
 TESTS = ["tests/*", "test/*", "*/tests/*", "*/test/*", "test_*.py", "*_test.py", "tests.py", "conftest.py"]
 # what decides how tests run: dropped from an agent's work unless the gold patch touches that very file
 PROTECTED = [
     *TESTS, "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "Makefile", "noxfile.py",
     "sitecustomize*", "usercustomize*", "*.pth", "*.egg-info/*", "*.dist-info/*", ".git*", ".git/*", "*/.git/*", "*.pyc", "*.so", "*.egg", "*.whl",
 ]  # fmt: skip
-CACHES = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".venv", "venv", "node_modules"}
 SUSPICIOUS = r"os\._exit|_pytest|import pytest|sys\.modules|atexit|inspect\.stack|_getframe|tb_frame|PYTEST_|gc\.get_|ctypes|settrace|/proc/|addaudithook|xfail|_thread"
-MOST = 5 << 20  # bytes of one file of an agent's work
 ROOM = "/testbed"  # where the tree is while its tests run
 
 
@@ -93,84 +92,6 @@ def load(path: str | Path) -> list[Instance]:
     return out
 
 
-def git(*args: str, env: dict[str, str] | None = None, data: bytes | None = None, ok: tuple[int, ...] = (0,)) -> bytes:
-    """git's standard output, with no configuration, hook or attribute of this machine or user. Raises VimeError with git's words."""
-    clean = {
-        "PATH": os.environ["PATH"],
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_TERMINAL_PROMPT": "0",
-        "HOME": "/nonexistent",
-    }
-    quiet = [
-        "-c",
-        "safe.directory=*",
-        "-c",
-        "core.hooksPath=/dev/null",
-        "-c",
-        "core.fsmonitor=false",
-        "-c",
-        "core.logAllRefUpdates=false",
-        "-c",
-        "gc.auto=0",
-    ]
-    r = subprocess.run(["git", *quiet, *args], env=clean | (env or {}), input=data, capture_output=True)
-    if r.returncode not in ok:
-        raise VimeError(f"git {' '.join(args)[:200]} failed", "see what git said", r.stderr.decode(errors="replace")[-2000:])
-    return r.stdout
-
-
-def clone_of(repo: str, mirror: Path) -> Path:
-    """The clone of `owner/name` below `mirror`, with a work tree or bare, in any of the usual places. Raises VimeError naming them."""
-    places = [
-        mirror / p / end for p in (repo, repo.replace("/", "+"), repo.replace("/", "__"), f"{repo}.git", repo.split("/")[-1]) for end in ("", "repo")
-    ]
-    for p in places:
-        if (p / "HEAD").is_file() or (p / ".git").exists():
-            return p
-    raise VimeError(f"there is no clone of {repo} in {mirror}", f"git clone --bare https://github.com/{repo} {mirror / repo}.git")
-
-
-def checkout(repo: str | Path, commit: str, to: Path) -> Path:
-    """The files of a commit, without a .git, in the new folder `to`. `repo`: a clone or a bare git folder."""
-    to.mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as tmp:
-        env = {"GIT_INDEX_FILE": f"{tmp}/index", "GIT_WORK_TREE": str(to.resolve())}
-        git("-C", str(repo), "read-tree", commit, env=env)
-        git("-C", str(repo), "checkout-index", "-a", f"--prefix={to.resolve()}/", env=env)
-    return to
-
-
-def listing(root: Path) -> dict[str, Path]:
-    """Files and links below root, relative path -> path, without caches and git's own folder; links are not followed."""
-    found = {}
-    for folder, names, files in os.walk(root):
-        links = [n for n in names if os.path.islink(os.path.join(folder, n))]
-        names[:] = [n for n in names if n not in CACHES and n not in links]
-        for n in files + links:
-            p = Path(folder, n)
-            found[str(p.relative_to(root))] = p
-    return found
-
-
-def changed(base: Path, work: Path) -> tuple[Files, dict[str, str]]:
-    """What differs in `work`, found by reading files, so that no ignore file, attribute, index flag or hook in there can hide a thing.
-    Returns (files, {path: reason} of what can't be part of a change)."""
-    before, after = listing(base), listing(work)
-    files: Files = {p: None for p in before if p not in after}
-    odd = {}
-    for path, p in after.items():
-        was, size = before.get(path), p.lstat().st_size
-        if not stat.S_ISREG(p.lstat().st_mode):
-            if not (was and was.is_symlink() and p.is_symlink() and os.readlink(was) == os.readlink(p)):
-                odd[path] = "no regular file"
-        elif size > MOST:
-            odd[path] = f"larger than {MOST >> 20} MiB"
-        elif not was or was.is_symlink() or was.stat().st_size != size or was.read_bytes() != p.read_bytes():
-            files[path] = p.read_bytes()
-    return files, odd
-
-
 def touched(patch: str) -> set[str]:
     """Paths that a unified diff of git names, old and new."""
     found = re.findall(r"^(?:--- a/|\+\+\+ b/|rename from |rename to )([^\t\n]+)", patch, re.M)
@@ -188,53 +109,6 @@ def screen(files: Files, gold: str, tests: str) -> tuple[Files, dict[str, str]]:
     dropped = {p: "written by the test patch" for p in files if p in theirs}
     dropped |= {p: "protected" for p in files if p not in mine and p not in dropped and matches(p, PROTECTED)}
     return {p: c for p, c in files.items() if p not in dropped}, dropped
-
-
-def apply(tree: Path, patch: str, what: str) -> None:
-    """git apply, outside of any repository. Raises VimeError with its words."""
-    if patch.strip():
-        try:
-            git(
-                "-C",
-                str(tree),
-                "apply",
-                "--whitespace=nowarn",
-                "-",
-                env={"GIT_CEILING_DIRECTORIES": str(tree.parent)},
-                data=patch.encode("utf-8", "surrogateescape"),
-            )
-        except VimeError as e:
-            raise VimeError(f"the {what} does not apply", "it is against another base, or no diff of git", e.log) from None
-
-
-def from_patch(base: Path, patch: str) -> Files:
-    """A prediction (a unified diff) as files. Raises VimeError where it does not apply."""
-    with tempfile.TemporaryDirectory() as tmp:
-        work = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
-        apply(work, patch, "patch")
-        return changed(base, work)[0]
-
-
-def to_patch(base: Path, files: Files) -> str:
-    """Files as a diff in git's form, which is what SWE-bench's predictions hold."""
-    with tempfile.TemporaryDirectory() as tmp:
-        for side in "ab":
-            shutil.copytree(base, Path(tmp, side), symlinks=True)
-        write(Path(tmp, "b"), files)
-        return git("-C", tmp, "diff", "--no-index", "--binary", "--no-prefix", "a", "b", ok=(0, 1)).decode("utf-8", "surrogateescape")
-
-
-def write(tree: Path, files: Files) -> None:
-    """Lay files over a tree. A path that leaves it, or goes through a link, is refused."""
-    for path, content in files.items():
-        p = tree / path
-        if ".." in Path(path).parts or not p.parent.resolve().is_relative_to(tree.resolve()):
-            raise VimeError(f"{path!r} is outside of the tree", "an agent's change may only name files in its work folder")
-        if p.is_symlink() or content is None:
-            p.unlink(missing_ok=True)
-        if content is not None:
-            p.parent.mkdir(parents=True, exist_ok=True)
-            p.write_bytes(content)
 
 
 async def run_tests(
@@ -378,3 +252,61 @@ def build(repo: str | Path, fix: str, name: str = "", python: str = sys.executab
     if not f2p:
         raise VimeError(f"no test of {fix[:12]} of {name} fails before and passes after", "a dependency may be missing in --python", log)
     return dataclasses.replace(made, FAIL_TO_PASS=sorted(f2p), PASS_TO_PASS=sorted(p2p))
+
+
+PROMPT = """{problem}
+
+The repository is in {root}. Change its source so that this is solved; tests that are not shown will check it. `python -m pytest` runs
+those that are there. What you change in tests, in conftest.py or in files that configure tests does not count."""
+
+
+class Task:
+    """agent.task = "vime.agents.tasks.swe:Task": data.prompts has instances, data.input_key = "problem_statement", data.label_key = "instance_id".
+    [args]: mirror (folder of clones), python (for instances that name none), timeout and official (see grade).
+
+    The agent gets a repository that ends at the base commit (history.clean; VimeError where verify finds a leak), and is graded on what it
+    changed there. agent.agent = "gold" and "noop" are no agents: they show that a set of instances can be solved, and is not yet."""
+
+    policy = "code_repair"
+
+    def __init__(self, args: Any):
+        self.args, self.instances = vars(args), {i.instance_id: i for i in load(args.data.prompts)}
+        self.gold = args.agent.agent == "gold"
+        self.python, self.mirror = self.args.get("python", sys.executable), Path(self.args.get("mirror", "."))
+        self.folder = tempfile.TemporaryDirectory(prefix="vime-swe-")
+        os.chmod(self.folder.name, 0o755)
+        self.locks: dict[str, asyncio.Lock] = {}
+
+    async def base(self, i: Instance) -> tuple[Path, Path]:
+        """The instance's pristine files, and what the agent's work folder starts as; made once."""
+        base, work = (Path(self.folder.name, part, i.instance_id) for part in ("base", "work"))
+        async with self.locks.setdefault(i.instance_id, asyncio.Lock()):
+            if not base.exists():
+                await pristine(i, self.mirror, base)
+                if not i.image:
+                    await asyncio.to_thread(history.clean, clone_of(i.repo, self.mirror), i.base_commit, work)
+                    look = [Path(p) for p in environment(i.python or self.python) if (Path(p) / "pyvenv.cfg").exists()]
+                    if leaks := await asyncio.to_thread(history.verify, work, [i.patch, i.test_patch], "", look):
+                        raise VimeError(f"{i.instance_id}: the fix can be read by the agent: {'; '.join(leaks[:3])}", "vime guard verify shows all")
+        return base, work
+
+    async def setup(self, sample: Sample) -> tuple[SandboxSpec, list[dict[str, Any]], list[Any]]:
+        i = self.instances[str(sample.label)]
+        _, work = await self.base(i)
+        text, python = PROMPT.format(problem=i.problem_statement, root=ROOM), i.python or self.python
+        env = {"PYTHONPATH": ":".join(f"{ROOM}/{p}" for p in i.paths), "PATH": f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"}
+        spec = SandboxSpec(base=str(work), workdir=ROOM, binds=environment(python), env=env)
+        return SandboxSpec(i.image, workdir=ROOM) if i.image else spec, [{"role": "user", "content": text}], []
+
+    async def grade(self, sample: Sample, sandbox: Any, episode: Any) -> float:
+        i = self.instances[str(sample.label)]
+        base, _ = await self.base(i)
+        if self.gold:
+            await sandbox.exec(["git", "apply", "-"], stdin=i.patch.encode("utf-8", "surrogateescape"))
+        await sandbox.killall()  # nothing of the agent's may go on while its work is read
+        paths = {p: how for p, how in (await sandbox.changes()).items() if not CACHES & set(Path(p).parts)}
+        files: Files = {p: None if how == "deleted" else await sandbox.read(f"{ROOM}/{p}") for p, how in paths.items()}
+        g = await grade(i, base, files, self.python, self.args.get("timeout", 300), self.args.get("official", False))
+        found = {k: v for k, v in dataclasses.asdict(g).items() if k not in ("outcomes", "log")}
+        episode.notes = {"instance_id": i.instance_id, "model_patch": to_patch(base, files)} | found
+        return float(g.resolved)

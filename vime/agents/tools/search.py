@@ -26,7 +26,7 @@ class Search(Tool):
     async def get(self, ctx: Context, path: str, **query: str) -> Any:
         """The server's answer. Raises: ValueError for a 4xx, VimeError where it is not there."""
         if "http" not in ctx.state:
-            ctx.state["http"] = await ctx.closing.enter_async_context(aiohttp.ClientSession())
+            ctx.state["http"] = await ctx.enter_async_context(aiohttp.ClientSession())
         try:
             async with ctx.state["http"].get(f"{self.url}/{path}", params=query) as answer:
                 if 400 <= answer.status < 500:
