@@ -47,6 +47,8 @@ def command(path: str, overrides: list[str], agent: str | None = None) -> int:
         tree.setdefault("agent", {})["agent"] = agent
         tree["name"] = f"{tree.get('name', 'eval')}-{agent}"
     cfg: EvalFile = validate(tree, path, EvalFile)
+    if cfg.agent.agent not in ("react", *SILENT):
+        raise VimeError(f"vime eval does not know the agent {cfg.agent.agent!r}", nearest(cfg.agent.agent, ["react", *SILENT]))
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
     task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
     samples = [s for i, row in enumerate(rows(cfg.data)) for s in of_row(cfg, row, i)]
