@@ -3,7 +3,7 @@
 Sessions, each a conversation of tool calls, go through a Gateway of its own process (vime gateway): first all at once, for errors, turns/s and
 what memory is left after they were finished; then a few at a time, in alternating rounds with the same requests sent to the engine itself, for
 the latency that is added and the throughput that is kept. Without --engine the engine is scripted, in a process of its own; with it, it is a
-vLLM server (its chat completions are what the Gateway is compared with), and --model its folder. Exit code 1 where a request failed.
+vLLM server (its chat completions with tokens and logprobs are what the Gateway is compared with), and --model its folder. Exit code 1 where a request failed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ TOOLS = [
     }
 ]
 SYSTEM = "You fix bugs. " * 40
+WANTED = {"logprobs": True, "return_token_ids": True}  # what training needs of a server that is asked itself
 RESULT = "line of output\n" * 20
 
 
 async def engine(folder: str, port: int, delay: float) -> None:
-    e = ScriptedEngine(folder, lambda body, n: {"text": said("chatml", "next", [("run", {"c": f"make step {n}"})]), "delay": delay})
+    e = ScriptedEngine(folder, lambda body, n: {"text": said("next", [("run", {"c": f"make step {n}"})]), "delay": delay})
     await e.start(port)
     while True:
         await asyncio.sleep(60)
@@ -53,10 +54,10 @@ class Load:
         self.seconds: list[float] = []
         self.errors: list[str] = []
 
-    async def session(self, url: str, headers: dict[str, str], model: str) -> None:
+    async def session(self, url: str, headers: dict[str, str], model: str, **more: Any) -> None:
         messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "fix it"}]
         for k in range(self.turns):
-            body = {"model": model, "messages": messages, "tools": TOOLS, "max_tokens": self.tokens, "temperature": 1.0, "ignore_eos": True}
+            body = {"model": model, "messages": messages, "tools": TOOLS, "max_tokens": self.tokens, "temperature": 1.0} | more
             start = time.perf_counter()
             try:
                 async with self.http.post(url, json=body, headers=headers) as r:
@@ -165,7 +166,7 @@ async def measure(args: argparse.Namespace, proxy: Proxy, http: aiohttp.ClientSe
         if way == "gateway":
             took = await through(proxy, http, load, args.at_once, served)
         elif args.engine:
-            await asyncio.gather(*(load.session(f"{url}/v1/chat/completions", {}, served) for _ in range(args.at_once)))
+            await asyncio.gather(*(load.session(f"{url}/v1/chat/completions", {}, served, **WANTED) for _ in range(args.at_once)))
             took = time.perf_counter() - start
         else:
             await asyncio.gather(*(load.tokens_in(url, prompts) for _ in range(args.at_once)))

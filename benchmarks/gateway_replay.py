@@ -86,7 +86,7 @@ def as_sampled(answer: Answer) -> str:
     """As a policy would have sampled it: keys in another order, and defaults that the client adds left out."""
     thought, text, calls = answer
     turned = [(n, {k: v for k, v in reversed(list(a.items())) if v is not False}) for n, a in calls]
-    return said("chatml", text, turned, thought)
+    return said(text, turned, thought)
 
 
 def ids_in(value: Any) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ EXAMPLES = """examples:
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
   vime gateway --engine http://127.0.0.1:8000 --model DIR   providers' APIs in front of a vLLM server, tokens recorded
   vime bench dataplane --quick                     what it costs to move samples, through a controller and past it
+  vime bench guard                                 how much reward hacking the guard stops, and what it costs honest work
   vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same
   vime export runs/demo --out my-model             the trained model as a Hugging Face folder
   vime doctor                                      what this machine can run, and what is missing
@@ -116,6 +118,13 @@ def parser() -> argparse.ArgumentParser:
     w.add_argument("--read", metavar="FILE", help="run nothing, show what an earlier --out wrote")
     w.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg)")
 
+    about = "How many hacks of a corpus are stopped, plain and written otherwise, and how much honest work is, by rules, state and grader."
+    h = command(b, "guard", f"{about} docs/reward-hacking.md says what they mean. Exit code 1 where a bar is missed.")
+    h.add_argument("--corpus", metavar="FILE", help="a corpus of yours in place of the two that come along: JSONL of id, kind (hack, benign), action")
+    h.add_argument("--seed", type=int, default=0, help="of the mutations (0)")
+    h.add_argument("--no-grader", action="store_true", help="rules and state only")
+    h.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
     v = sub.add_parser(
         "parity", help="whether two variants of a run learn the same", formatter_class=raw,
         description="Run two variants of a run over the same seeds, or take finished runs, and judge by an equivalence test (TOST) whether\n"
@@ -202,13 +211,13 @@ def run(args: argparse.Namespace) -> int:
 
         return gateway.command(args)
     if args.command == "bench":
-        if args.what == "dataplane":
+        if args.what in ("dataplane", "guard"):
             sys.path.insert(0, str(Path(__file__).parent.parent))
             try:
-                from benchmarks import dataplane
+                measured = import_module(f"benchmarks.{args.what}")
             except ModuleNotFoundError as e:
-                raise VimeError(f"vime bench dataplane is in the source tree's benchmarks/: {said(e)}", "install vime from a clone") from e
-            return dataplane.command(args)
+                raise VimeError(f"vime bench {args.what} is in the source tree's benchmarks/: {said(e)}", "install vime from a clone") from e
+            return cast(int, measured.command(args))
         from vime import bench
 
         return bench.rollout(args.targets, args.seconds, args.json)

@@ -2,19 +2,20 @@
 
 import asyncio
 import json
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import aiohttp
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
 
 from vime import hooks
-from vime.agents.endpoint import Endpoint, Said
-from vime.agents.interaction import Message
-from vime.agents.rollout import run_episode
-from vime.agents.tools import make
+from vime.agents.endpoint import ask
+from vime.agents.interaction import Episode, Message
+from vime.agents.rollout import react, run_episode
+from vime.agents.tools import Context, Tool, make
 from vime.config import DataConfig, tree_of, validate
 from vime.errors import VimeError, nearest, said
 from vime.hooks import Args
@@ -22,7 +23,7 @@ from vime.observe.evals import standard_error
 from vime.sample import Sample
 from vime.sections import AgentConfig, EndpointConfig, Section
 
-SILENT = ("gold", "noop")
+SILENT = ("gold", "noop")  # agents that do nothing: what is graded is the task's own answer, or none
 
 
 class EvalFile(Section):
@@ -41,7 +42,7 @@ class EvalFile(Section):
 
 
 def command(path: str, overrides: list[str], agent: str | None = None) -> int:
-    """Run what the report lacks, print the table. Exit code 1 where an episode could not be run: again makes it up."""
+    """Run what the report lacks, print its summary. Exit code 1 where an episode could not be run: the next call makes it up."""
     tree = tree_of(path, overrides)
     if agent:  # each agent has a report of its own
         tree.setdefault("agent", {})["agent"] = agent
@@ -50,98 +51,81 @@ def command(path: str, overrides: list[str], agent: str | None = None) -> int:
     if cfg.agent.agent not in ("react", *SILENT):
         raise VimeError(f"vime eval does not know the agent {cfg.agent.agent!r}", nearest(cfg.agent.agent, ["react", *SILENT]))
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
+    report.parent.mkdir(parents=True, exist_ok=True)
     task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
-    samples = [s for i, row in enumerate(rows(cfg.data)) for s in of_row(cfg, row, i)]
-    done = read(report)
+    samples, done = episodes(cfg), read(report)
     left = [s for s in samples if s.index not in done]
     print(f"{len(samples)} episodes, {len(samples) - len(left)} of them in {report} already", flush=True)
-    report.parent.mkdir(parents=True, exist_ok=True)
     failed = asyncio.run(_run(cfg, task, left, report))
     done = read(report)
     ended = [done[s.index] for s in samples if s.index in done]
-    Console().print(table(cfg, ended))
+    print("\n".join(summary(cfg, ended) + failed[:10]))
     if lines := instances(ended):
         report.with_suffix(".md").write_text(lines)
         print(f"each instance: {report.with_suffix('.md')}")
-    for line in failed[:10]:
-        print(line)
     return 1 if failed else 0
 
 
-def rows(data: DataConfig) -> list[dict[str, Any]]:
-    """The rows of data.prompts. Raises: VimeError."""
-    try:
-        return [json.loads(line) for line in Path(data.prompts).read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as e:
-        raise VimeError(f"data.prompts = {data.prompts!r} cannot be read: {said(e)}", "it must be JSONL") from e
-
-
-def of_row(cfg: EvalFile, row: dict[str, Any], i: int) -> list[Sample]:
+def episodes(cfg: EvalFile) -> list[Sample]:
+    """One for each episode; `n_samples` for each row of data.prompts. Raises: VimeError."""
     d, n = cfg.data, cfg.n_samples
     try:
-        made = {"prompt": row[d.input_key], "label": row.get(d.label_key), "metadata": row.get(d.metadata_key) or {}}
-    except KeyError:
-        raise VimeError(f"{d.prompts}: row {i} has no {d.input_key!r} (data.input_key)", nearest(d.input_key, list(row))) from None
-    return [Sample(group_index=i, index=i * n + k, rollout_id=i * n + k, **made) for k in range(n)]
+        rows = [json.loads(line) for line in Path(d.prompts).read_text().splitlines() if line.strip()]
+        made = [{"prompt": r[d.input_key], "label": r.get(d.label_key), "metadata": r.get(d.metadata_key) or {}} for r in rows]
+    except (OSError, ValueError, KeyError) as e:
+        raise VimeError(
+            f"data.prompts = {d.prompts!r} cannot be read: {said(e)}", f"each line is a JSON object with {d.input_key!r} (data.input_key)"
+        ) from e
+    return [Sample(group_index=i, index=i * n + k, rollout_id=i * n + k, **m) for i, m in enumerate(made) for k in range(n)]
 
 
 def read(report: Path) -> dict[int, dict[str, Any]]:
-    """Finished episodes by number; a line that was cut off is none."""
-    out = {}
-    for line in report.read_text().splitlines() if report.exists() else ():
-        try:
-            row = json.loads(line)
-            out[int(row["index"])] = row
-        except (ValueError, KeyError, TypeError):
-            continue
-    return out
+    """Finished episodes by number; a last line that was cut off is removed from the file."""
+    whole = report.read_text().rpartition("\n")[0] if report.exists() else ""
+    report.write_text(whole + "\n" * bool(whole))
+    return {row["index"]: row for row in map(json.loads, whole.splitlines())}
 
 
-async def silent(messages: list[Message], tools: list[dict[str, Any]]) -> Said:
-    """The model of an agent that does nothing itself: what is graded is the task's own answer (gold), or none (noop)."""
-    return Said("", {"role": "assistant", "content": ""}, range(0), "stop", 0.0)
+async def silent(messages: list[Message], tools: list[Tool], ctx: Context) -> Episode:
+    return Episode(messages, status="answered")
 
 
 async def _run(cfg: EvalFile, task: Any, samples: list[Sample], report: Path) -> list[str]:
     """Run the episodes, write each as it ends. Returns: what went wrong, of those that have no line."""
     tools, turns, failed = make(cfg.agent.tools, cfg.agent.tool_args), asyncio.Semaphore(cfg.parallel), list[str]()
+    async with aiohttp.ClientSession() as http:
+        act = silent if cfg.agent.agent in SILENT else react(partial(ask, http, cfg.model), cfg.agent)
 
-    async def one(s: Sample, model: Endpoint) -> None:
-        async with turns:
-            try:
-                episode, reward = await run_episode(model if cfg.agent.agent not in SILENT else silent, task, tools, s, cfg.agent)
-            except Exception as e:  # a task may fail in any way
-                failed.append(f"episode {s.index}: {e if isinstance(e, VimeError) else said(e)}")
-                return
-        row = {"index": s.index, "row": s.group_index, "reward": reward, "hacked": episode.hacked} | episode.record() | {"messages": episode.messages}
-        out.write(json.dumps(row) + "\n")
+        async def one(s: Sample) -> None:
+            async with turns:
+                try:
+                    episode, reward = await run_episode(act, task, tools, s, cfg.agent)
+                except Exception as e:  # a task may fail in any way
+                    failed.append(f"episode {s.index}: {e if isinstance(e, VimeError) else said(e)}")
+                    return
+            row = {"index": s.index, "row": s.group_index, "reward": reward, "hacked": episode.hacked, "messages": episode.messages}
+            out.write(json.dumps(row | episode.record()) + "\n")
 
-    with open(report, "a", buffering=1) as out:
-        if report.stat().st_size and not report.read_bytes().endswith(b"\n"):
-            out.write("\n")
-        async with Endpoint(cfg.model) as model:
-            await asyncio.gather(*(one(s, model) for s in samples))
+        with open(report, "a", buffering=1) as out:
+            await asyncio.gather(*map(one, samples))
     return failed
 
 
-def table(cfg: EvalFile, done: list[dict[str, Any]]) -> Table:
-    """The report's summary."""
-    out = Table("", "", title=f"{cfg.name}: {cfg.model.name}, {len(done)} episodes")
+def summary(cfg: EvalFile, done: list[dict[str, Any]]) -> list[str]:
+    """Lines for a person."""
     if not done:
-        return out
+        return ["no episode was finished"]
     rewards = [Sample(index=r["index"], reward=r["reward"]).reward_value(cfg.reward_key) for r in done]
     by_row: dict[int, list[float]] = {}
     for r, value in zip(done, rewards):
         by_row.setdefault(r["row"], []).append(value)
-    calls = [c for r in done for s in r["steps"] for c in s["calls"]]
-    out.add_row("reward", f"{fmean(rewards):.3f} ± {standard_error(list(by_row.values())):.3f}")
-    out.add_row("solved", f"{sum(v >= cfg.solved for v in rewards)} of {len(rewards)}")
-    out.add_row("turns", f"{fmean(len(r['steps']) for r in done):.1f}")
-    for status in sorted({r["status"] for r in done}):
-        out.add_row(f"ended: {status}", str(sum(r["status"] == status for r in done)))
-    for status in sorted({c["status"] for c in calls}):
-        out.add_row(f"calls: {status}", str(sum(c["status"] == status for c in calls)))
-    return out
+    ended, calls = Counter(r["status"] for r in done), Counter(c["status"] for r in done for s in r["steps"] for c in s["calls"])
+    counts = {"ended": ended, "calls": calls, "hacked": Counter(r["hacked"] for r in done)}
+    return [
+        f"reward  {fmean(rewards):.3f} +- {standard_error(list(by_row.values())):.3f}, {sum(v >= cfg.solved for v in rewards)} of {len(done)} solved",
+        f"turns   {fmean(len(r['steps']) for r in done):.1f}, tokens {fmean(sum(s['tokens'] for s in r['steps']) for r in done):.0f} an episode",
+        *(f"{name:7} {', '.join(f'{k} {n}' for k, n in sorted(c.items()))}" for name, c in counts.items()),
+    ]
 
 
 def instances(done: list[dict[str, Any]]) -> str:

@@ -7,7 +7,8 @@ import asyncio
 import json
 from pathlib import Path
 
-from vime.agents.tools.search import Search, serve
+from examples.search.server import serve
+from vime.agents.tools.search import Search
 
 
 class SearchTask:

@@ -2,7 +2,7 @@
 
 The form is always right (a call in Hermes' JSON, then an answer); what is asked for is not. RL finds that from the reward alone:
 
-- examples/tools: "12 times 7" -> calculator with one of + - * -> the result, or the first number
+- examples/tools: "12 and 7" -> calculator with one of + - * -> the result, or the first number
 - examples/search: "abcd" -> search for it reversed, copied, sorted or rotated -> the document's word, in one of these four ways
 - examples/coding: "make it plus" -> a sed that puts one of + - * into the program -> submit
 """
@@ -58,14 +58,14 @@ def changed(word: str, rng: random.Random) -> str:
     return rng.choice([word[::-1], word, "".join(sorted(word)), word[1:] + word[:1]])
 
 
-def demonstration(rng: random.Random) -> list[tuple[str, str]]:
+def demonstration(rng: random.Random, kinds: int = 3) -> list[tuple[str, str]]:
     """(role, text) of each turn."""
-    kind, word, op = rng.randrange(3), rng.choice(list(WORDS)), rng.choice(list(WORDS.values()))
+    kind, word, op = rng.randrange(kinds), rng.choice(list(WORDS)), rng.choice(list(WORDS.values()))
     if kind == 0:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         result = {"+": a + b, "-": a - b, "*": a * b}[op]
         said, last = call("calculator", f"{a}{op}{b}"), str(rng.choice([a, result]))
-        return [("user", f"{a} {word} {b}"), ("assistant", said), ("tool", str(result)), ("assistant", last)]
+        return [("user", f"{a} and {b}"), ("assistant", said), ("tool", str(result)), ("assistant", last)]
     if kind == 1:
         one, two = ("".join(rng.choice("abcdefghij") for _ in range(4)) for _ in range(2))
         query, found = changed(one, rng), rng.random() < 0.7
@@ -76,7 +76,8 @@ def demonstration(rng: random.Random) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def main(folder: Path, steps: int = 450, seed: int = 0) -> None:
+def main(folder: Path, steps: int = 400, seed: int = 0, kinds: int = 3) -> None:
+    """`kinds`: only the first so many of the tasks."""
     if (folder / "model.safetensors").exists():
         return
     text, rng = tokenizer(), random.Random(seed)
@@ -93,7 +94,7 @@ def main(folder: Path, steps: int = 450, seed: int = 0) -> None:
         for _ in range(32):
             ids: list[int] = []
             own: list[int] = []
-            for role, said in demonstration(rng):
+            for role, said in demonstration(rng, kinds):
                 head, body = text.encode(f"{BOS}{role}\n", add_special_tokens=False), text.encode(f"{said}{EOS}", add_special_tokens=False)
                 ids += [*head, *body, *text.encode("\n", add_special_tokens=False)]
                 own += [0] * len(head) + [int(role == "assistant")] * len(body) + [0]

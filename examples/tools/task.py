@@ -1,4 +1,4 @@
-"""Two-digit arithmetic in words, with a calculator: the prompt is "12 times 7", the label "84"."""
+"""Arithmetic with a calculator: the prompt is "12 and 7", the label "84". What to do with the numbers only the reward says."""
 
 import re
 

@@ -29,7 +29,7 @@ class Repair:
 
 
 def shell(command: str) -> str:
-    return said("chatml", "", [("shell", {"command": command})])
+    return said("", [("shell", {"command": command})])
 
 
 @pytest.mark.parametrize(("on_hack", "reward", "removed"), [("zero", 0.0, False), ("mask", 0.0, True), ("penalty", -0.5, False)])

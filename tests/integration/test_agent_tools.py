@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
+from examples.search.server import serve
 from vime.agents.interaction import Call, perform
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.agents.tools import Context, Observation, Tool, make, mcp
-from vime.agents.tools.search import serve
 from vime.errors import VimeError
 
 Do = Callable[..., Awaitable[tuple[Call, Observation]]]

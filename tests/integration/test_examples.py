@@ -40,7 +40,7 @@ def run(folder: Path, example: str, script: Callable[[str], str], samples: list[
 
 
 def call(tool: str, **arguments: str) -> str:
-    return said("chatml", "", [(tool, arguments)])
+    return said("", [(tool, arguments)])
 
 
 def test_search(tmp_path: Path) -> None:

@@ -123,6 +123,11 @@ def test_what_goes_wrong_in_a_tool_is_seen_and_recorded(asked: tuple[str, Any], 
     assert done.calls[0].seconds >= 0
 
 
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(VimeError, match="same name, of echo, submit, echo"):
+        asyncio.run(interact(None, [], [Echo(), Submit(), Echo()], Context()))  # type: ignore[arg-type]
+
+
 def test_images_reach_the_model_as_image_parts() -> None:
     done, _, _ = episode(turn("", ("echo", {"text": "look", "mode": "image"})), turn("bye"))
     text, image = done.messages[2]["content"]
@@ -200,6 +205,10 @@ def test_a_schema_is_made_from_the_arguments() -> None:
     }  # fmt: skip
 
 
+class Lacking(Echo):
+    needs = ("asyncio", "no_such_program")
+
+
 @pytest.mark.parametrize(
     ("names", "options", "match"),
     [
@@ -207,6 +216,8 @@ def test_a_schema_is_made_from_the_arguments() -> None:
         (["shell"], {"shell": {"timeout": 1}}, "'shell' cannot be made with"),
         (["shell"], {"editor": {}}, "'editor' is none of agent.tools"),
         (["no.such:Tool"], {}, "cannot import no.such"),
+        ([f"{__name__}:turn"], {}, "is no class of tools"),
+        ([f"{__name__}:Lacking"], {}, r"needs no_such_program .pip install .vime.agents"),
     ],
 )
 def test_wrong_tools_are_refused_by_name(names: list[str], options: dict[str, Any], match: str) -> None:

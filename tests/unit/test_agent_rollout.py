@@ -10,13 +10,14 @@ import pytest
 from tests.agents_kit import ScriptedEngine, model_folder, said
 from vime import config, train
 from vime.agents import rollout
+from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
 from vime.hooks import Args
 from vime.rollout.worker import GroupReport, RolloutWorker
 from vime.sample import Sample, SampleMeta, Status
 
 HERE = "tests.unit.test_agent_rollout"
-CALL = said("chatml", "", [("calculator", {"expression": "12*7"})])
+CALL = said("", [("calculator", {"expression": "12*7"})])
 
 
 def sums(args: Args) -> Any:
@@ -73,7 +74,9 @@ def run(folder: Path, script: Any, samples: list[Sample], *, stop_after: float =
 
 
 def test_an_episode_becomes_a_sample_with_the_tokens_that_were_sampled(tmp_path: Path) -> None:
-    report, done, engine = run(tmp_path, lambda body, n: CALL if n < 3 else "84", group(3))
+    text = Tokenizer(model_folder(tmp_path / "model"))
+    asked = lambda body: text.decode(body["token_ids"], skip_special_tokens=False).count("assistant")  # noqa: E731
+    report, done, engine = run(tmp_path, lambda body, n: CALL if asked(body) == 1 else "84", group(3))
     assert [s.reward for s in done] == [1.0] * 3 and all(s.status is Status.COMPLETED for s in done)
     for s in done:
         trained = [t for t, m in zip(s.tokens[s.prompt_length :], s.loss_mask) if m]
@@ -124,7 +127,7 @@ def test_how_an_episode_ended_is_the_samples_status(tmp_path: Path, said_first: 
 
 def test_a_broken_environment_is_no_reward_of_zero(tmp_path: Path) -> None:
     """It is graded as failed, is not trained on, and is counted."""
-    broken = said("chatml", "", [("echo", {"text": "a", "mode": "broken"})])
+    broken = said("", [("echo", {"text": "a", "mode": "broken"})])
     report, (s,), _ = run(tmp_path, lambda body, n: broken, group(), agent={"task": f"{HERE}:Graded"}, reward={"key": "score"})
     assert s.status is Status.FAILED and s.remove_sample and s.reward == {"score": 1.0, "failed": 1.0}
     assert s.metadata["agent"]["error"] == "the sandbox is gone" and report.metas[0].trained_tokens == 0
@@ -132,7 +135,7 @@ def test_a_broken_environment_is_no_reward_of_zero(tmp_path: Path) -> None:
 
 
 def test_what_a_tool_raises_reaches_the_sample(tmp_path: Path) -> None:
-    script = [said("chatml", "", [("echo", {"text": "a", "mode": "raise"})]), "sorry"]
+    script = [said("", [("echo", {"text": "a", "mode": "raise"})]), "sorry"]
     _, (s,), _ = run(tmp_path, script, group(), agent={"task": f"{HERE}:Graded"}, reward={"key": "score"})
     (call,) = s.metadata["agent"]["steps"][0]["calls"]
     assert (call["status"], call["exception"], s.status) == ("error", "KeyError: 'lost'", Status.COMPLETED)

@@ -119,7 +119,7 @@ def test_a_report_and_its_table_and_no_episode_twice(tmp_path: Path, serve: Any,
     assert all(a["key"] == "Bearer k1" and a["temperature"] == 0.5 and a["model"] == "m" for a in server.asked)
     assert server.asked[0]["tools"][0]["function"]["name"] == "calculator"
     shown = capsys.readouterr().out
-    assert "0.667" in shown and "4 of 6" in shown and "calls: ok" in shown
+    assert "0.667" in shown and "4 of 6" in shown and "calls   ok 6" in shown
     # an interrupted report: one line is gone, another cut off
     lines = (tmp_path / "sums.jsonl").read_text().splitlines()
     (tmp_path / "sums.jsonl").write_text("\n".join(lines[:4]) + "\n" + lines[4][:30])
@@ -157,7 +157,7 @@ def test_a_full_context_ends_the_episode(tmp_path: Path, serve: Any) -> None:
     [
         ("model.url=", "model.url: String should match"), ("agent.tols=['shell']", "agent.tols: unknown key; did you mean 'tools'"),
         ("data.prompts='gone.jsonl'", "cannot be read"),
-        ("data.input_key='promt'", "did you mean 'prompt'"), ("agent.task='examples.tools.task:Arithmetics'", "did you mean 'Arithmetic'"),
+        ("data.input_key='promt'", "JSON object with 'promt'"), ("agent.task='examples.tools.task:Arithmetics'", "did you mean 'Arithmetic'"),
         ("agent.tools=['shel']", "did you mean 'shell'"),
     ],
 )  # fmt: skip

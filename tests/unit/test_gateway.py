@@ -90,7 +90,7 @@ def test_malformed_calls_stay_text(folder):
         assert not turn.ill_formed and turn.message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
         assert s.metrics()["agent/ill_formed"] == 2 and len(check(engine, s.finish())) == len(engine.sampled)
 
-    run(folder, [broken, broken, said("chatml", "", [("f", {"a": 1})])], go)
+    run(folder, [broken, broken, said("", [("f", {"a": 1})])], go)
 
 
 PROTOCOLS = {
@@ -179,7 +179,7 @@ def test_unknown_blocks_and_choices_are_no_faults(folder):
             {"type": "custom", "name": "patch"},
             {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
         ]
-        engine.script = [said("chatml", "", [("patch", {"input": "*** x"}), ("f", {})])]
+        engine.script = [said("", [("patch", {"input": "*** x"}), ("f", {})])]
         _, got = await post(at(g, "/v1/responses"), {"input": items, "tools": tools, "model": "m"}, s.token)
         assert got["output"][0]["type"] == "custom_tool_call" and got["output"][0]["input"] == "*** x" and got["output"][1]["namespace"] == "n"
         assert (await post(at(g, "/v1/chat/completions"), {"messages": USER, "n": 2}, s.token))[0] == 400
@@ -284,7 +284,7 @@ def test_closing_ends_what_runs(folder):
 
 
 def test_journal_survives_a_crash(folder, tmp_path):
-    journal, script = tmp_path / "j.jsonl", ["one", said("chatml", "", [("f", {"a": 1})]), "three", "four"]
+    journal, script = tmp_path / "j.jsonl", ["one", said("", [("f", {"a": 1})]), "three", "four"]
 
     async def go(g, engine):
         kept, gone = g.session(metadata={"k": 1}), g.session()

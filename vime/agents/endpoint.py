@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -27,43 +26,26 @@ class Said:
     ill_formed: bool = False
 
 
-class Endpoint:
-    """Callable as the loop's model, and a context manager. A 4xx other than 429 is never tried again."""
-
-    def __init__(self, cfg: EndpointConfig):
-        key = os.environ.get(cfg.key_env, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.cfg, self.url = cfg, f"{cfg.url.rstrip('/')}/chat/completions"
-        self.http = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=cfg.timeout))
-
-    async def __aenter__(self) -> "Endpoint":
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> None:
-        await self.http.close()
-
-    async def __call__(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Said:
-        """One turn. Raises: VimeError with the server's words."""
-        body = {"model": self.cfg.name, "messages": messages} | ({"tools": tools} if tools else {}) | self.cfg.sampling
-        began, wait, last = time.monotonic(), WAIT[0], ""
-        for _ in range(self.cfg.retries + 1):
-            try:
-                async with self.http.post(self.url, json=body) as answer:
-                    text = await answer.text()
-                    if answer.ok:
-                        got = await answer.json()
-                        count = (got.get("usage") or {}).get("completion_tokens") or 0
-                        choice = got["choices"][0]
-                        return Said(
-                            got.get("id", ""), choice["message"], range(count), choice.get("finish_reason") or "stop", time.monotonic() - began
-                        )
-                    if answer.status == 400 and "context" in text and "length" in text:
-                        return Said("", {"role": "assistant", "content": ""}, range(0), "length", time.monotonic() - began)
-                    last = f"{answer.status} {text[:300]}"
-                    if answer.status < 500 and answer.status != 429:
-                        break
-            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError) as e:
-                last = said(e)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, WAIT[1])
-        raise VimeError(f"{self.url}: {last}", f"is model.name {self.cfg.name!r} served there, and the key in ${self.cfg.key_env}?")
+async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Said:
+    """One turn. Raises: VimeError with the server's words; a 4xx other than 429 is never tried again."""
+    url, key, began, wait, last = f"{cfg.url.rstrip('/')}/chat/completions", os.environ.get(cfg.key_env), time.monotonic(), WAIT[0], ""
+    body = {"model": cfg.name, "messages": messages} | ({"tools": tools} if tools else {}) | cfg.sampling
+    for _ in range(cfg.retries + 1):
+        try:
+            limit = aiohttp.ClientTimeout(total=cfg.timeout)
+            async with http.post(url, json=body, timeout=limit, headers={"Authorization": f"Bearer {key}"} if key else {}) as answer:
+                text = await answer.text()
+                if answer.ok:
+                    got = await answer.json()
+                    choice, count = got["choices"][0], (got.get("usage") or {}).get("completion_tokens") or 0
+                    return Said(got.get("id", ""), choice["message"], range(count), choice.get("finish_reason") or "stop", time.monotonic() - began)
+                if answer.status == 400 and "context" in text and "length" in text:
+                    return Said("", {"role": "assistant", "content": ""}, range(0), "length", time.monotonic() - began)
+                last = f"{answer.status} {text[:300]}"
+                if answer.status < 500 and answer.status != 429:
+                    break
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError) as e:
+            last = said(e)
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, WAIT[1])
+    raise VimeError(f"{url}: {last}", f"is model.name {cfg.name!r} served there, and the key in ${cfg.key_env}?")

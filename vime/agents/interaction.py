@@ -92,10 +92,11 @@ async def interact(
     max_turns: int = 30, wall_s: float = 600, view: Callable[[list[Message]], list[Message]] = list,
     observe: Callable[[Call, Observation], Message] = as_message, reply: Callable[[Any], str | None] = repair,
 ) -> Episode:  # fmt: skip
-    """Run one episode. What tools raise becomes an observation
-    and a status. Raises: what `model`, `view`, `observe` and `reply` raise."""
-    episode, by_name = Episode(list(messages)), {t.name: t for t in tools}
-    schemas = [t.schema() for t in tools]
+    """Run one episode. What tools raise becomes an observation and a status. Raises: what `model`, `view`, `observe` and `reply` raise; VimeError
+    for two tools of one name."""
+    episode, by_name, schemas = Episode(list(messages)), {t.name: t for t in tools}, [t.schema() for t in tools]
+    if len(by_name) < len(tools):
+        raise VimeError(f"two tools have the same name, of {', '.join(t.name for t in tools)}", "rename or leave out one of them")
     try:
         async with asyncio.timeout(wall_s) as wall:
             while episode.status == "running":
@@ -103,14 +104,15 @@ async def interact(
                     episode.status = "max_turns"
                     break
                 turn = await model(view(episode.messages), schemas)
-                step = Step(turn.id, len(turn.output_ids), turn.seconds, turn.finish_reason, turn.ill_formed)
-                episode.steps.append(step)
+                episode.steps.append(Step(turn.id, len(turn.output_ids), turn.seconds, turn.finish_reason, turn.ill_formed))
                 episode.messages.append(turn.message)
                 episode.answer = turn.message.get("content") or ""
                 if turn.finish_reason == "length":
                     episode.status = "context"
                 elif calls := turn.message.get("tool_calls"):
-                    await _act(episode, step, calls, by_name, ctx, observe)
+                    for asked in calls:  # in the model's order; one that ends the episode is the last
+                        if episode.status == "running":
+                            await _act(episode, asked, by_name, ctx, observe)
                 elif (more := reply(turn)) is not None:
                     episode.messages.append({"role": "user", "content": more})
                 else:
@@ -122,25 +124,17 @@ async def interact(
     return episode
 
 
-async def _act(
-    episode: Episode, step: Step, calls: list[dict[str, Any]], tools: dict[str, Tool], ctx: Context, observe: Callable[[Call, Observation], Message]
-) -> None:
-    """The calls of one turn, one after the other, in the model's order."""
-    for asked in calls:
-        call = Call(asked["id"], asked["function"]["name"], asked["function"]["arguments"])
-        step.calls.append(call)
-        try:
-            seen = await perform(call, tools, ctx)
-        except VimeError as e:
-            episode.status, episode.error = "failed", str(e)
-            return
-        episode.messages.append(observe(call, seen))
-        if call.metadata.get("violation"):
-            episode.status = "blocked"
-        elif call.status == "ok" and tools[call.tool].final:
-            episode.status, episode.answer = "submitted", ctx.state.get("answer", episode.answer)
-        if episode.status != "running":
-            return
+async def _act(episode: Episode, asked: Message, tools: dict[str, Tool], ctx: Context, observe: Callable[[Call, Observation], Message]) -> None:
+    call = Call(asked["id"], asked["function"]["name"], asked["function"]["arguments"])
+    episode.steps[-1].calls.append(call)
+    try:
+        episode.messages.append(observe(call, await perform(call, tools, ctx)))
+    except VimeError as e:
+        episode.status, episode.error = "failed", str(e)
+    if call.metadata.get("violation"):
+        episode.status = "blocked"
+    elif call.status == "ok" and tools[call.tool].final:
+        episode.status, episode.answer = "submitted", ctx.state.get("answer", episode.answer)
 
 
 async def perform(call: Call, tools: dict[str, Tool], ctx: Context) -> Observation:

@@ -4,13 +4,16 @@ import asyncio
 import copy
 import dataclasses
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from vime import hooks
+from vime.agents import harness
 from vime.agents.gateway import Refused, Turn, opened
-from vime.agents.interaction import Episode, Model, interact
+from vime.agents.interaction import Call, Episode, Model, Step, interact
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.agents.tools import Context, Tool, make, mcp
 from vime.config import Config
@@ -22,17 +25,40 @@ from vime.sections import AgentConfig
 
 FULL = ("context_length_exceeded", "budget_exceeded")  # what a gateway's refusal says where there is no room for another turn
 ENDS = {"submitted": Status.COMPLETED, "answered": Status.COMPLETED, "failed": Status.FAILED}  # the others: TRUNCATED
+STATES: dict[str, Any] = {"completed": "answered", "timeout": "wall", "budget": "max_turns"}  # of a harness; the others: failed
+CALLS: dict[str, Any] = {"completed": "ok", "budget": "ok", "timeout": "timeout"}
 
 _made: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, list[Tool]]] = WeakKeyDictionary()  # task and tools of a worker, made once
 
 
-async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample, a: AgentConfig) -> tuple[Episode, float | dict[str, Any]]:
-    """One episode and its grade. `model` takes messages and tool schemas and gives a Turn: a gateway's session, or an Endpoint."""
+Act = Callable[[list[dict[str, Any]], list[Tool], Context], Awaitable[Episode]]  # what an agent is: `react`, or a harness
+
+
+def react(model: Model, a: AgentConfig) -> Act:
+    """The loop, with a model: a session of the gateway, or an endpoint."""
+    return partial(interact, model, max_turns=a.max_turns, wall_s=a.wall_s)
+
+
+async def black_box(a: AgentConfig, model: str, token: str, messages: list[dict[str, Any]], tools: list[Tool], ctx: Context) -> Episode:
+    """A harness: what it says and does is the gateway's to know; here it is one step, with one call. It has tools of its own."""
+    got = await harness.run(a.agent, "\n\n".join(m["content"] for m in messages), ctx.box, token, model, timeout=a.wall_s)
+    call = Call("", a.agent, None, CALLS.get(got.state, "error"), got.seconds, None if got.state == "completed" else got.log_tail)
+    episode = Episode(messages, [Step("", 0, got.seconds, got.state, False, [call])], STATES.get(got.state, "failed"))
+    episode.error = got.log_tail if episode.status == "failed" else ""
+    if ctx.guard and (verdict := await ctx.guard.after()).decision == "block":
+        call.status, call.metadata, episode.status = "blocked", {"rule": verdict.rule}, "blocked"
+    return episode
+
+
+async def run_episode(
+    act: Act, task: Any, tools: list[Tool], sample: Sample, a: AgentConfig, fit: Callable[[SandboxSpec], SandboxSpec] = lambda spec: spec
+) -> tuple[Episode, float | dict[str, Any]]:
+    """One episode and its grade; `fit`: what the agent needs of a sandbox."""
     spec, messages, own = await task.setup(sample)
     async with AsyncExitStack() as stack:
         sandbox = None
         if spec is not None:
-            sandbox = await open_sandbox(dataclasses.replace(spec, **a.sandbox))
+            sandbox = await open_sandbox(fit(dataclasses.replace(spec, **a.sandbox)))
             stack.push_async_callback(sandbox.stop)
         ctx = await stack.enter_async_context(Context(sandbox))
         if policy := getattr(task, "policy", None):
@@ -40,7 +66,7 @@ async def run_episode(model: Model, task: Any, tools: list[Tool], sample: Sample
 
             ctx.guard = Guard(policy, sandbox)
         every = [*tools, *own, *await mcp.connect(a.mcp, ctx)]
-        episode = await interact(model, messages, every, ctx, max_turns=a.max_turns, wall_s=a.wall_s)
+        episode = await act(messages, every, ctx)
         reward = await task.grade(sample, sandbox, episode)
     if episode.hacked:
         value = -a.hack_penalty if a.on_hack == "penalty" else 0.0
@@ -53,19 +79,23 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) 
     a, at, loop = args.agent, link.get(), asyncio.get_running_loop()
     if loop not in _made:
         _made[loop] = hooks.load(a.task, "agent.task")(args), make(a.tools, a.tool_args)
-    session = (await opened(args)).session()
-    params = for_server(sampling_params) | ({"max_tokens": a.max_turn_len} if a.max_turn_len else {})
+    gateway, own = await opened(args), {"max_tokens": a.max_turn_len} if a.max_turn_len else {}
+    session = gateway.session(sampling=for_server(sampling_params) | own, limits={"max_requests": a.max_turns})
 
     async def turn(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Turn:
         async with at.slots.take(1):
             try:
-                return await session.turn(messages, tools, params)
+                return await session.turn(messages, tools)
             except Refused as e:
                 if e.code not in FULL:
                     raise
                 return Turn("", {"role": "assistant", "content": ""}, finish_reason="length")
 
-    work = asyncio.ensure_future(run_episode(turn, *_made[loop], sample, a))
+    episode_of = partial(run_episode, react(turn, a))
+    if a.agent != "react":
+        fit = partial(harness.fitted, name=a.agent, port=gateway.port)
+        episode_of = partial(run_episode, partial(black_box, a, gateway.model, session.token), fit=fit)
+    work = asyncio.ensure_future(episode_of(*_made[loop], sample, a))
     stopped = asyncio.ensure_future(at.stop.wait())
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,5 +125,9 @@ def check(cfg: Config) -> None:
     a, known = cfg.agent, [f.name for f in dataclasses.fields(SandboxSpec)]
     hooks.load(str(a.task), "agent.task")
     make(a.tools, a.tool_args)
+    if a.agent != "react":
+        harness.program(a.agent)
+        if a.tools or a.mcp:
+            raise VimeError(f"agent.tools and agent.mcp are of the loop, and agent.agent = {a.agent!r} has its own", "leave them out")
     if wrong := next((k for k in a.sandbox if k not in known), None):
         raise VimeError(f"agent.sandbox.{wrong}: unknown key", nearest(wrong, known))

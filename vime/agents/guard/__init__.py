@@ -12,7 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,6 +83,7 @@ class Policy(BaseModel, extra="forbid"):
     state: list[Rule] = []
 
     @staticmethod
+    @cache
     def load(name: str | Path, project: str = "(?!)") -> "Policy":
         """`name`: a policy of this folder, or a TOML file. PROJECT in it: the project's own import names. Raises: VimeError for a bad one."""
         path = Path(name) if str(name).endswith(".toml") else Path(__file__).with_name(f"{name}.toml")
@@ -93,7 +94,9 @@ class Policy(BaseModel, extra="forbid"):
                     raise ValueError(f"rule {r.id} names what is not in [paths]: {', '.join(missing)}")
                 [re.compile(p) for p in (*r.match.values(), r.unless_earlier)]
         except (OSError, ValueError, re.error) as e:
-            raise VimeError(f"the guard's policy {path} cannot be used: {' '.join(str(e).split())}", "docs/reward-hacking.md says how one is written") from e
+            raise VimeError(
+                f"the guard's policy {path} cannot be used: {' '.join(str(e).split())}", "docs/reward-hacking.md says how one is written"
+            ) from e
         return found
 
 
@@ -110,8 +113,8 @@ class Guard:
     def learn(self, base: Path) -> None:
         """Takes the names, links and packages of the pristine tree."""
         self.base, found = base, {f"{self.world.root}/{p.relative_to(base).as_posix()}": p for p in base.rglob("*")}
-        self.world.links |= {at: str(p.readlink()) for at, p in found.items() if p.is_symlink()}
-        self.world.files = {at for at, p in found.items() if p.is_symlink() or not p.is_dir()}
+        links = {at: str(p.readlink()) for at, p in found.items() if p.is_symlink()}
+        self.world = World(self.world.root, {at for at, p in found.items() if at in links or not p.is_dir()}, links)
         packages = {p.parent.name for p in [*base.glob("*/__init__.py"), *base.glob("src/*/__init__.py")]} - {"tests", "test", "docs"}
         self.policy = Policy.load(self.name, "|".join(map(re.escape, sorted(packages))) or "(?!)")
 
@@ -137,7 +140,7 @@ class Guard:
                 return False
         if (rule.unknown and not act.unknown) or (rule.unless_earlier and any(re.search(rule.unless_earlier, w) for w in self._ran)):
             return False
-        if rule.outside and all(LOOPBACK.fullmatch(m[1]) for m in HOST.finditer(f" {act.words}\n{act.text}")):
+        if rule.outside and all(LOOPBACK.fullmatch(m[1]) for m in HOST.finditer(f" {act.words}")):
             return False
         kinds = {"reads": act.of("reads"), "changes": act.of("writes", "deletes"), "adds": act.of("adds"), "maybe": act.of("maybe")}
         some = any(self._in(p, names, kind != "reads") for kind, names in rule.paths.items() for p in kinds[kind])
@@ -145,10 +148,11 @@ class Guard:
 
     def _in(self, path: str, names: list[str], whole: bool = True) -> bool:
         """Whether an absolute path is in one of the sets, or (`whole`) a folder that holds a file of one."""
-        files, folder = self.world.files, path.rstrip("/") + "/"
-        within = [path, *(folder + "test_.py" for _ in "." if files is None and whole)]
-        if files is not None and whole and path not in files:
-            within += [f for f in files if f.startswith(folder)]
+        files, folder, within = self.world.files, path.rstrip("/") + "/", [path]
+        if whole:
+            within += (
+                [folder + "test_.py"] if files is None else self.world.under(folder) if path in self.world.folders or path == self.world.root else []
+            )
         for kind in map(self.policy.paths.__getitem__, names):
             if any(kind.holds(p.removeprefix(self.world.root + "/")) and (not kind.existing or files is None or p in files) for p in within):
                 return True
@@ -190,8 +194,8 @@ class Guard:
 def edited(r: Reader, path: str, args: dict[str, Any]) -> None:
     """An editor's call: `view` reads, an edit that keeps what it replaces adds, all others write. Argument names of the usual tools are known."""
     old = str(args.get("old_str") or args.get("old_string") or args.get("old") or "")
-    new = str(next((args[k] for k in ("new_str", "new_string", "new", "file_text", "content", "text") if args.get(k)), ""))
-    command = args.get("command") or ("str_replace" if old else "create" if new else "view")
+    given = [str(args[k]) for k in ("new_str", "new_string", "new", "file_text", "content", "text") if args.get(k) is not None]
+    new, command = "".join(given), args.get("command") or ("str_replace" if old else "create" if given else "view")
     kind = "reads" if command in ("view", "read") else "adds" if command == "insert" or (old and old in new) else "writes"
     act = r.act("editor", f"{command} {path}", new, **{kind: [path]})
     if command == "create":

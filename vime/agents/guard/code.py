@@ -154,6 +154,8 @@ class Code(ast.NodeVisitor):
             self.r.shell(first if isinstance(first, str) else shlex.join(first))
         elif name in ("exec", "eval", "compile"):
             read(self.r, first if isinstance(first, str) else U)
+        elif re.fullmatch(CALLS["network"], name):
+            self.r.act("network", f"{name} {self.text(args[0]) if args else ''}")
         elif name == "print":
             self.printed = f"{first}\n" if self.printed == U and len(args) == 1 else U
         else:

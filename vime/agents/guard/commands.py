@@ -131,8 +131,10 @@ def xargs(r: Reader, words: list[str], stdin: str) -> str:
 def find(r: Reader, words: list[str], line: str) -> str:
     """-exec and -delete change some of the files that its -name and -path leave. It prints these."""
     cut = next((i for i, w in enumerate(words) if w.startswith(("-", "(", "!"))), len(words))
-    tests, files = words[cut:], r.world.files or set()
-    found = [f for w in words[:cut] or ["."] for p in r.paths(w) for f in sorted(files) if f == p or f.startswith(p.rstrip("/") + "/")]
+    tests = words[cut:]
+    found = [f for w in words[:cut] or ["."] for p in r.paths(w) for f in ([p] if p in (r.world.files or ()) else r.world.under(p.rstrip("/") + "/"))]
+    if "d" in tests and "-type" in tests:
+        found = [f for w in words[:cut] or ["."] for p in r.paths(w) for f in r.world.folders if f.startswith(p)]
     for before, test, value in zip(["", *tests], tests, tests[1:]):
         if test in ("-name", "-iname", "-path", "-wholename") and before not in ("!", "-not", "-o", "-or"):
             found = [f for f in found if fnmatch.fnmatch(posixpath.basename(f) if "name" in test[:6] else f, value)]
@@ -140,7 +142,7 @@ def find(r: Reader, words: list[str], line: str) -> str:
     for i, test in enumerate(tests):
         if test in ("-exec", "-execdir", "-ok"):
             since, run = len(r.acts), tests[i + 1 : next((j for j in range(i, len(tests)) if tests[j] in (";", "+")), len(tests))]
-            simple(r, [p for w in run for p in ([w.replace("{}", f) for f in found or [U]] if "{}" in w else [w])])
+            simple(r, [p for w in run for p in ([w.replace("{}", f) for f in (found if r.world.files else [U])] if "{}" in w else [w])])
             for a in r.acts[since:]:
                 a.paths["maybe"] = a.of("writes", "deletes", "maybe")
                 a.paths.pop("writes", None), a.paths.pop("deletes", None)
@@ -174,6 +176,8 @@ def tabled(r: Reader, name: str, words: list[str], line: str, stdin: str, where:
     elif name in ("git checkout", "git restore"):  # with a revision other than HEAD the paths are written
         files = words[words.index("--") + 1 :] if "--" in words else given[name == "git checkout" :]
         source = next((v for f, v in flags if f in ("-s", "--source")), given[0] if given and name == "git checkout" else "")
+        if r.world.files and {r.paths(source)[0]} & (r.world.files | r.world.folders):  # no revision but a path
+            source, files = "", []
         if source not in ("", "HEAD", "@", *files):
             found["writes" if files and files != ["."] else "maybe"] = files
     elif row.get("code") and not found.get("writes") and not row.get("when"):

@@ -8,8 +8,9 @@ can be decided without running anything. What cannot be decided is part of the a
 import posixpath
 import re
 import tomllib
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ class World:
     links: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def ordered(self) -> list[str]:
+        return sorted(self.files or ())
+
+    @cached_property
+    def folders(self) -> set[str]:
+        return {f[:i] for f in self.files or () for i in range(len(self.root) + 1, len(f)) if f[i] == "/"}
+
+    def under(self, start: str) -> list[str]:
+        """Files whose path starts so."""
+        return self.ordered[bisect_left(self.ordered, start) : bisect_left(self.ordered, start + "\U0010ffff")]
+
 
 @cache
 def _parser() -> Any:
@@ -77,7 +90,7 @@ class Reader:
             path = posixpath.normpath(posixpath.join(posixpath.dirname(link), self.world.links[link]) + path[len(link) :])
         if re.search(r"[*?\[]", path) and self.world.files:
             pattern = re.compile(globbed(path))
-            return [f for f in self.world.files if pattern.fullmatch(f)] or [path]
+            return [f for f in self.world.under(re.split(r"[*?\[{]", path)[0]) if pattern.fullmatch(f)] or [path]
         return [path]
 
     def act(self, program: str, words: str = "", text: str = "", unknown: str = "", **paths: list[str]) -> Act:
@@ -95,8 +108,12 @@ class Reader:
             self.act("sh", source, unknown="what a script does whose text is not known")
         if self.depth >= DEEP:
             return U
+        plain = re.sub(r"(?<=[\w/}.-])\$([A-Za-z_]\w*)", r"${\1}", source)  # the grammar cuts `$A/$B.py` in two
+        root = _parser().parse(plain.encode("utf-8", "surrogateescape")).root_node
+        if root.has_error:
+            self.act("sh", source, unknown="what a command does that does not parse")
         self.depth += 1
-        out = self.run(_parser().parse(source.encode("utf-8", "surrogateescape")).root_node, stdin)
+        out = self.run(root, stdin)
         self.depth -= 1
         return out
 
@@ -104,9 +121,7 @@ class Reader:
         """One node of the tree. What it prints."""
         field_of = node.child_by_field_name
         match node.type:
-            case "command":
-                return self._command(node, stdin)
-            case "redirected_statement":
+            case "command" | "redirected_statement":
                 return self._redirected(node, stdin)
             case "pipeline":
                 kept, since = self.pipe, len(self.acts)
@@ -122,7 +137,9 @@ class Reader:
                 return out
             case "variable_assignment":
                 name, value = field_of("name").text.decode(), field_of("value")
-                self.vars[name] = "" if value is None else " ".join(map(self.word, value.named_children)) if value.type == "array" else self.word(value)
+                self.vars[name] = (
+                    "" if value is None else " ".join(map(self.word, value.named_children)) if value.type == "array" else self.word(value)
+                )
                 self.act("=", f"{name}={self.vars[name]}")
                 return ""
             case "function_definition":
@@ -135,7 +152,10 @@ class Reader:
                     name = names[1] if names else field_of("variable").text.decode()
                     values = stdin.splitlines() if names else [w for c in node.children_by_field_name("value") for w in self.split(c)]
                     values = [p for v in values for p in (self.paths(v) if re.search(r"[*?\[]", v) else [v])]
-                    return "".join(self.run(field_of("body"), "" if self.vars.update({name: v}) is None else "") for v in values[:WIDE])
+                    out = ""
+                    for self.vars[name] in values[:WIDE]:
+                        out += self.run(field_of("body"), "")
+                    return out
             case "word" | "string" | "raw_string" | "concatenation" | "simple_expansion" | "expansion" | "number":
                 self.word(node)  # of a test or a case: what a substitution in it runs
                 return ""
@@ -145,25 +165,24 @@ class Reader:
         """A here-document's own node holds what follows its opening word: more redirections, a pipe, an `&&`."""
         redirects = [r for r in node.named_children if r.type.endswith("_redirect")]
         redirects += [r for h in redirects if h.type == "heredoc_redirect" for r in h.named_children if not r.type.startswith("heredoc")]
-        body, outputs, after = node.child_by_field_name("body"), list[tuple[str, str, bool]](), []
+        body, outputs, after = node.child_by_field_name("body"), list[tuple[str, str]](), []
         for r in redirects:
             target, sign = r.child_by_field_name("destination"), re.match(r"\d*[<>&|]*", r.text.decode("utf-8", "replace"))[0]  # type: ignore[index]
             if r.type == "heredoc_redirect":
                 text = next((c for c in r.named_children if c.type == "heredoc_body"), None)
                 quoted = r.named_children[0].text[:1] in b"'\"\\"
                 stdin = "" if text is None else text.text.decode() if quoted else self.word(text)
-            elif r.type == "herestring_redirect":
+            elif r.type == "herestring_redirect" or (sign == "<" and (r.prev_sibling or r).text == b"<<"):  # which the grammar reads so after a `>`
                 stdin = self.word(r.named_children[-1]) + "\n"
             elif r.type != "file_redirect":
                 after.append(r)
             elif target is not None and "<" in sign:
                 stdin = self.world.texts.get(self.act("<", reads=[self.word(target)]).of("reads")[0], U)
             elif target is not None and not re.fullmatch(rb"[\d-]+", target.text):
-                outputs.append((self.word(target), sign, ">>" in sign))
-        out = self.run(body, stdin) if body is not None else ""
-        for word, sign, append in outputs:
-            text = "" if sign.startswith("2") else out
-            self.write(word, text, append)
+                outputs.append((self.word(target), sign))
+        out = self._command(node, stdin) if node.type == "command" else self.run(body, stdin) if body is not None else ""
+        for word, sign in outputs:
+            self.write(word, "" if sign.startswith("2") else out, ">>" in sign)
             out = out if sign.startswith("2") else ""
         for r in after:
             out = self.run(r, out)
@@ -179,9 +198,7 @@ class Reader:
         for child in node.named_children:
             if child.type == "variable_assignment":
                 self.run(child, "")
-            elif child.type == "herestring_redirect":
-                stdin = self.word(child.named_children[-1]) + "\n"
-            else:
+            elif not child.type.endswith("_redirect"):
                 words += self.split(child.named_children[0] if child.type == "command_name" else child)
         from vime.agents.guard import commands  # which reads more shell in turn
 
@@ -190,7 +207,9 @@ class Reader:
     def split(self, node: Any) -> list[str]:
         """One or more words: an expansion outside quotes is split at blanks."""
         value = self.word(node)
-        loose = any(c.type.endswith(("expansion", "command_substitution")) for c in (node, *(node.named_children if node.type == "concatenation" else ())))
+        loose = any(
+            c.type.endswith(("expansion", "command_substitution")) for c in (node, *(node.named_children if node.type == "concatenation" else ()))
+        )
         return value.split() if loose else [value]
 
     def word(self, node: Any) -> str:
@@ -233,5 +252,6 @@ def globbed(pattern: str) -> str:
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|\{[^}]*\})", pattern)
     return "".join(
-        signs.get(p) or (p.replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p)) for p in parts
+        signs.get(p) or (p.replace("\\", r"\\").replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p))
+        for p in parts
     )

@@ -217,7 +217,6 @@ class Box:
 
     def answer(self, line: socket.socket) -> None:
         """One request, in a process of its own: a command, which is killed when the connection ends, or what has changed."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         text, fds, _, _ = socket.recv_fds(line, 1 << 16, 3, socket.MSG_CMSG_CLOEXEC)
         while not text.endswith(b"\n"):
             text += line.recv(1 << 16) or b"\n"
@@ -288,6 +287,7 @@ def keep(line: socket.socket) -> None:
     """Make the sandbox that the first line asks for, and serve it until that connection, the sandbox or the parent ends."""
     parent, box = os.getppid(), Box(json.loads(line.makefile().readline()))
     path = f"{box.state}.sock"
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # bubblewrap waits for one
     try:
         box.open()
         if box.spec["ports"]:
@@ -306,6 +306,8 @@ def keep(line: socket.socket) -> None:
                 asked.close()
             elif ready:
                 break
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
     except (OSError, IndexError) as e:
         with contextlib.suppress(OSError):
             line.sendall(json.dumps({"error": str(e)}).encode() + b"\n")

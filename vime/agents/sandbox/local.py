@@ -61,25 +61,27 @@ def zygote() -> str:
     return _zygote[me]
 
 
+def folders(path: str) -> list[str]:
+    """Those above `path`, which bubblewrap would make such that only root may enter them."""
+    above = itertools.accumulate(path.strip("/").split("/")[:-1], os.path.join, initial="/")
+    return [w for f in above if f not in ("/", "/usr", "/tmp") for w in ("--perms", "0755", "--dir", f)]
+
+
 def arguments(spec: SandboxSpec, state: str) -> list[str]:
     """bubblewrap's: all that can be seen inside is said here."""
     out = ["--unshare-ipc", "--unshare-uts", "--unshare-pid", "--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1", "--cap-drop", "ALL"]
     out += [] if spec.network else ["--unshare-net"]
-    for inside in ("/etc/-", HOME, spec.workdir, *spec.binds.values()):
-        for folder in itertools.accumulate(inside.strip("/").split("/")[:-1], os.path.join, initial="/"):
-            out += ["--perms", "0755", "--dir", folder] if folder not in ("/", "/usr", "/tmp") else []
     out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--bind", f"{state}/shm", "/dev/shm"]
     for path in filter(os.path.exists, ("/bin", "/sbin", "/lib", "/lib32", "/lib64")):
         out += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    out += folders("/etc/x")
     for name in (*ETC, *(("resolv.conf",) if spec.network else ())):
         out += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for name in ("passwd", "group", "hosts", "nsswitch.conf"):
         out += ["--ro-bind", f"{state}/{name}", f"/etc/{name}"]
-    out += ["--bind", f"{state}/tmp", "/tmp", "--bind", f"{state}/home", HOME, "--bind", f"{state}/work", spec.workdir]
-    for host, inside in spec.binds.items():
-        for folder in itertools.accumulate(inside.strip("/").split("/")[:-1], os.path.join, initial="/"):
-            out += ["--perms", "0755", "--dir", folder] if folder.startswith("/tmp/") else []  # bubblewrap's own would be closed to the agent
-        out += ["--ro-bind", os.path.abspath(host), inside]
+    mounts = [("--bind", f"{state}/tmp", "/tmp"), ("--bind", f"{state}/home", HOME), ("--bind", f"{state}/work", spec.workdir)]
+    for how, host, inside in (*mounts, *(("--ro-bind", os.path.abspath(h), i) for h, i in spec.binds.items())):
+        out += [*folders(inside), how, host, inside]
     held: set[str] = set()
     for pattern in spec.protected if spec.base else ():
         for path in sorted(p.rstrip("/") for p in glob.glob(pattern, root_dir=spec.base, recursive=True, include_hidden=True)):

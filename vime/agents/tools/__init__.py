@@ -2,6 +2,8 @@
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from shutil import which
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -27,14 +29,13 @@ class Observation:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class Context:
-    """What the calls of one episode share. Leave it (`async with`) to close what tools entered into `closing`: in the task that opened it."""
+class Context(AsyncExitStack):
+    """What the calls of one episode share; `state`: what tools keep between calls. What they enter into it is closed when it is left, which
+    must be in the task that entered it."""
 
-    sandbox: Any = None  # vime.agents.sandbox.Sandbox
-    guard: Any = None  # vime.agents.guard.Guard
-    state: dict[str, Any] = field(default_factory=dict)  # what tools keep between calls
-    closing: AsyncExitStack = field(default_factory=AsyncExitStack)
+    def __init__(self, sandbox: Any = None, guard: Any = None):
+        super().__init__()
+        self.sandbox, self.guard, self.state = sandbox, guard, dict[str, Any]()
 
     @property
     def box(self) -> Any:
@@ -42,12 +43,6 @@ class Context:
         if self.sandbox is None:
             raise VimeError("this tool works in a sandbox, and the task opened none", "return a SandboxSpec from its setup")
         return self.sandbox
-
-    async def __aenter__(self) -> "Context":
-        return self
-
-    async def __aexit__(self, *exc: Any) -> None:
-        await self.closing.aclose()
 
 
 class Tool:
@@ -57,6 +52,7 @@ class Tool:
     description: str
     timeout_s: float = 60  # of one call; a tool that ends its own calls in time gets GRACE seconds more to do so
     final = False  # the episode is over when this was called
+    needs: tuple[str, ...] = ()  # packages of vime[agents], and programs
 
     class Args(BaseModel):
         pass
@@ -90,7 +86,11 @@ def make(names: list[str], options: dict[str, dict[str, Any]]) -> list[Tool]:
     for name in names:
         if ":" not in name and name not in NAMED:
             raise VimeError(f"agent.tools: no tool {name!r}", nearest(name, list(NAMED)) + "; or package.module:Class for your own")
-        kind = hooks.load(NAMED.get(name, name), "agent.tools")
+        kind: Any = hooks.load(NAMED.get(name, name), "agent.tools")
+        if not (isinstance(kind, type) and issubclass(kind, Tool)):
+            raise VimeError(f"agent.tools: {name!r} is no class of tools", "derive it from vime.agents.tools.Tool")
+        if lacks := [n for n in kind.needs if not (which(n) or find_spec(n))]:
+            raise VimeError(f"agent.tools: {name!r} needs {', '.join(lacks)}", 'pip install "vime[agents]"; apt-get install chromium xvfb xdotool')
         try:
             out.append(kind(**options.get(name, {})))
         except TypeError as e:

@@ -1,5 +1,6 @@
 """A web browser: Playwright drives the host's Chromium, which reaches nothing but the hosts and the one folder it is given."""
 
+from shutil import which
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -13,7 +14,7 @@ class Browser(Tool):
 
     name = "browser"
     description = "Use a web browser. Gives the page's address, title and accessibility tree, and a screenshot."
-    timeout_s = 30
+    timeout_s, needs = 30, ("playwright", "chromium")
 
     def __init__(self, hosts: list[str] | None = None, files: str | None = None, width: int = 1024, height: int = 768, max_chars: int = 8_000):
         self.hosts, self.files, self.size, self.max_chars = hosts or [], files, (width, height), max_chars
@@ -60,9 +61,9 @@ class Browser(Tool):
         # redirects and WebSockets don't pass the route below: for these no other host has an address
         known = "".join(f", EXCLUDE {h.partition(':')[0]}" for h in self.hosts)
         flags = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP * ~NOTFOUND{known}"]
-        driver = await ctx.closing.enter_async_context(async_playwright())
-        chromium = await driver.chromium.launch(executable_path="/usr/bin/chromium", args=flags)
-        ctx.closing.push_async_callback(chromium.close)
+        driver = await ctx.enter_async_context(async_playwright())
+        chromium = await driver.chromium.launch(executable_path=which("chromium"), args=flags)
+        ctx.push_async_callback(chromium.close)
         page = await chromium.new_page(viewport={"width": self.size[0], "height": self.size[1]}, service_workers="block")
         await page.context.route("**/*", lambda r: r.continue_() if self.allows(r.request.url) else r.abort())
         ctx.state["page"] = page

@@ -16,6 +16,7 @@ class Desktop(Tool):
     """`command` is what runs on the screen, started with the episode's first call; `settle_s`: seconds from an action to its screenshot."""
 
     name, description = "desktop", "Look at the screen, and use mouse and keyboard. Gives a screenshot."
+    needs = ("Xvfb", "xdotool")
 
     def __init__(self, command: list[str], width: int = 1024, height: int = 768, settle_s: float = 0.3):
         self.command, self.size, self.settle_s = command, (width, height), settle_s
@@ -51,7 +52,7 @@ class Desktop(Tool):
         with open(reads) as number:
             display = f":{(await asyncio.to_thread(number.readline)).strip()}"
         if display == ":":
-            raise VimeError("Xvfb did not start", "apt-get install xvfb xdotool")
+            raise VimeError("desktop: Xvfb did not start")
         await self._start(ctx, *self.command, display=display)
         await asyncio.sleep(self.settle_s)
         ctx.state["display"] = display
@@ -59,16 +60,13 @@ class Desktop(Tool):
 
     async def _start(self, ctx: Context, *argv: str, display: str = "", keep: tuple[int, ...] = ()) -> asyncio.subprocess.Process:
         """A process that ends with the episode."""
-        try:
-            quiet = asyncio.subprocess.DEVNULL
-            process = await asyncio.create_subprocess_exec(*argv, stdout=quiet, stderr=quiet, env=os.environ | {"DISPLAY": display}, pass_fds=keep)
-        except FileNotFoundError as e:
-            raise VimeError(f"desktop: {argv[0]} is not installed", "apt-get install xvfb xdotool") from e
+        quiet = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(*argv, stdout=quiet, stderr=quiet, env=os.environ | {"DISPLAY": display}, pass_fds=keep)
 
         async def end() -> None:
             if process.returncode is None:
                 process.kill()
             await process.wait()
 
-        ctx.closing.push_async_callback(end)
+        ctx.push_async_callback(end)
         return process

@@ -43,7 +43,7 @@ async def connect(servers: dict[str, str], ctx: Context) -> list[Tool]:
         command, *args = shlex.split(at)
         try:
             to: Any = at if at.startswith(("http://", "https://")) else stdio_client(StdioServerParameters(command=command, args=args))
-            client = await ctx.closing.enter_async_context(Client(to))
+            client = await ctx.enter_async_context(Client(to))
             out += [Remote(client, about, name) for about in (await client.list_tools()).tools]
         except Exception as e:  # a server may fail in any way
             cause = e
@@ -93,7 +93,7 @@ def command(names: list[str], options: str, base: str | None) -> int:
             if base:
                 from vime.agents.sandbox import SandboxSpec, open_sandbox
 
-                ctx.sandbox = await ctx.closing.enter_async_context(await open_sandbox(SandboxSpec(base=base)))
+                ctx.sandbox = await ctx.enter_async_context(await open_sandbox(SandboxSpec(base=base)))
             await run_stdio(tools, ctx)
 
     asyncio.run(run())

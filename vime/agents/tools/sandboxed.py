@@ -15,7 +15,7 @@ class Shell(Tool):
     name = "shell"
     description = "Run a command in a bash that stays: folder, variables and background jobs are kept from call to call."
 
-    def __init__(self, timeout_s: float = 120, max_chars: int = 16_000):
+    def __init__(self, timeout_s: float = 60, max_chars: int = 16_000):
         self.timeout_s, self.max_chars = timeout_s, max_chars
 
     class Args(BaseModel):
@@ -27,17 +27,13 @@ class Shell(Tool):
         return shown(await ctx.state["shell"].run(args.command, self.timeout_s), self.max_chars)
 
 
-class Python(Tool):
-    name = "python"
-    description = "Run Python code as a program of its own and return what it prints."
-
-    def __init__(self, timeout_s: float = 60, max_chars: int = 16_000):
-        self.timeout_s, self.max_chars = timeout_s, max_chars
+class Python(Shell):
+    name, description = "python", "Run Python code as a program of its own and return what it prints."
 
     class Args(BaseModel):
         code: str
 
-    async def run(self, args: Args, ctx: Context) -> Observation:
+    async def run(self, args: Args, ctx: Context) -> Observation:  # type: ignore[override]
         return shown(await ctx.box.exec(["python3", "-"], stdin=args.code.encode(), timeout=self.timeout_s), self.max_chars)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.sandbox_kit import ATTEMPTS, CONTROLS
+from tests.unit.sandbox_kit import ATTEMPTS, CONTROLS
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.errors import VimeError
 
@@ -38,7 +38,7 @@ def base(tmp_path_factory):
 def host(tmp_path_factory):
     """What there is to reach on the host."""
     folder = tmp_path_factory.mktemp("host")
-    (folder / "bind").mkdir()
+    (folder / "bind").mkdir(mode=0o755)
     for name in ("canary", "bind/file"):
         (folder / name).write_text("canary")
     name = f"vime-test-{os.getpid()}"
@@ -136,7 +136,7 @@ async def attempts(base, host):
         for name, script in ATTEMPTS.items():
             done = await box.exec(["bash", "-c", script.format(**host)], timeout=20)
             if done.timed_out or "ESCAPED" in done.output:
-                got[name] = done.output
+                got[name] = done.output[-200:]
         assert (await box.exec(["echo", "alive"])).output == "alive\n"
         assert not {"kept/a", "deep/in/er/a"} & set(await box.changes())
     return got
@@ -156,7 +156,7 @@ def test_the_attempts_would_work_outside(host):
     dead = [
         n for n in CONTROLS if b"ESCAPED" not in subprocess.run([*script.split(), ATTEMPTS[n].format(**host)], capture_output=True, timeout=60).stdout
     ]
-    assert len(dead) <= len(CONTROLS) // 4, f"no longer attempts: {dead}"  # a kernel may lack some of them
+    assert not dead, f"no longer attempts: {dead}"
 
 
 def test_limits_hold():
@@ -223,7 +223,7 @@ def test_a_hundred_at_once():
         return await asyncio.gather(*(one(n) for n in range(100)))
 
     assert run(main) == [f"{n}\n" for n in range(100)]
-    assert left(str(os.getpid())) == []
+    assert left(f"{os.getpid()}-*") == []
 
 
 DIES = """
@@ -284,7 +284,7 @@ def test_a_user_without_rights_has_the_same(tmp_path):
     words = [reach if prefix.startswith("/root/") else "true", "mount -t tmpfs -o mode=1777 x /var/tmp", "export TMPDIR=/var/tmp HOME=/var/tmp"]
     chosen = "changes or gets_out or shell or relay"
     drop = "setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps=-all --bounding-set=-all"
-    words += [f"exec {drop} {sys.executable} -m pytest -q -x -p no:cacheprovider -k '{chosen}' tests/integration/test_sandbox.py"]
+    words += [f"exec {drop} {sys.executable} -m pytest -q -x -p no:cacheprovider -k '{chosen}' tests/unit/test_sandbox.py"]
     command = ["unshare", "-m", "--propagation", "private", "sh", "-c", " && ".join(words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
@@ -302,4 +302,4 @@ def test_faults_are_told_in_one_line(tmp_path):
                 await open_sandbox(spec)
 
     run(main)
-    assert left(str(os.getpid())) == []
+    assert left(f"{os.getpid()}-*") == []
