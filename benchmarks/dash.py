@@ -167,7 +167,7 @@ def main() -> None:
         for seed in (1, 2):  # to be compared with
             make_run(folder.with_name(f"seed-{seed}"), 16 * args.steps, args.steps, args.tokens, seed)
     size = sum(f.stat().st_size for f in (folder / "samples").iterdir())
-    print(f"{args.samples} samples in {args.steps} steps, {size / 1e6:.0f} MB")
+    print(f"{args.samples} samples in {args.steps} steps, {size / 1e6:.0f} MB; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     runs = [str(f) for f in (folder, *sorted(folder.parent.glob("seed-*")))]
     server = subprocess.Popen([sys.executable, "-m", "vime.cli", "dash", *runs, "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
