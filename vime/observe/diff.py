@@ -62,7 +62,7 @@ def at_step(a: Path, b: Path, step: int, rows: list[dict[str, Any]], tol: float)
             x, y = (o[uid] for o in of)
             same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(x["tokens"], y["tokens"]))))
             pair = [r[name][:same] if name == "log_probs" else r[name] for r in (x, y) if name in r]  # those of other tokens say nothing
-            if len(pair) == 2 and (what := apart(*pair, tol)):
+            if len(pair) == 2 and (what := apart(pair[0], pair[1], tol)):
                 yield f"sample {uid} (group {x['group_index']}) {name}{'' if what[0] in '[ ' else ' '}{what}"
     for key in sorted(set(seen[0]) & set(seen[1]), key=int):
         if what := apart(seen[0][key], seen[1][key], tol):
