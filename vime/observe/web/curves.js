@@ -57,7 +57,9 @@ export function card(name, into) {
   return node;
 }
 
-export async function draw(node, runs = state.runs.filter((r) => r.on)) {
+let turn = Promise.resolve(); // charts are drawn one a frame: the first is there at once, and the page answers meanwhile
+
+export function draw(node, runs = state.runs.filter((r) => r.on)) {
   const k = Number($("smooth").value), traces = [], last = [];
   for (const run of runs) {
     const { x, y } = series(run, node.metric);
@@ -68,9 +70,13 @@ export async function draw(node, runs = state.runs.filter((r) => r.on)) {
     last.push(nice(y.findLast((v) => v !== null)));
   }
   node.querySelector("h3 span").textContent = last.slice(0, 4).join(" · "); // there before Plotly is
-  const Plotly = await plot();
   const axes = { xaxis: { type: $("log-x").checked ? "log" : "linear" }, yaxis: { type: $("log-y").checked ? "log" : "linear" } };
-  Plotly.react(node.querySelector(".plot"), traces, layout({ ...axes, uirevision: `${$("log-x").checked}${$("log-y").checked}` }), config);
+  turn = turn.catch(() => {}).then(async () => {
+    const Plotly = await plot();
+    await Plotly.react(node.querySelector(".plot"), traces, layout({ ...axes, uirevision: `${$("log-x").checked}${$("log-y").checked}` }), config);
+    await new Promise(requestAnimationFrame);
+  });
+  return turn;
 }
 
 export function show() {
