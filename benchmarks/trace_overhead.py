@@ -11,6 +11,7 @@ compares medians of perf/step_s of runs in turns (ABAB); their spread says how f
 import argparse
 import http.server
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def main() -> None:
     args = p.parse_args()
     if args.run:
         return runs(args.run, args.overrides, args.pairs)
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     off, file = cost(), cost(file=True)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -86,6 +86,9 @@ def test_a_run_that_goes_on_and_one_that_begins_anew(made, tmp_path):
     assert ask(tmp_path, f"/api/file/0/metrics.jsonl?from={at}")[0][1] == b""
     file.write_text('{"step": 1}\n{"step": 2}\n')
     assert ask(tmp_path, f"/api/file/0/metrics.jsonl?from={at}")[0][1:][0] == b'{"step": 2}\n'
+    for last, wanted in ((-1, b""), (-12, b""), (-13, b'{"step": 2}\n'), (-999, b'{"step": 1}\n{"step": 2}\n')):
+        _, body, head = ask(tmp_path, f"/api/file/0/metrics.jsonl?from={last}")[0]
+        assert body == wanted and int(head["X-From"]) == 24 - len(wanted)
     file.write_text('{"s": 9}\n')  # a resume cuts lines off
     _, body, head = ask(tmp_path, f"/api/file/0/metrics.jsonl?from={at}")[0]
     assert body == b'{"s": 9}\n' and head["X-From"] == "0"

@@ -39,6 +39,8 @@ def write(folder: Path, steps: int = 3, **changed) -> str:
         ({"tokens": [4, 9, 6]}, "step 2: sample 3 (group 1) tokens[1] 5 | 9"),
         ({"tokens": [4, 5]}, "step 2: sample 3 (group 1) tokens has 3 | 2 entries"),
         ({"log_probs": [-0.1, -0.2, -0.31]}, "step 2: sample 3 (group 1) log_probs[2] -0.3 | -0.31"),
+        ({"tokens": [4, 9, 6], "log_probs": [-0.1, -0.5, -0.6]}, "step 2: sample 3 (group 1) tokens[1] 5 | 9"),
+        ({"tokens": [4, 9, 6], "log_probs": [-0.11, -0.5, -0.6]}, "step 2: sample 3 (group 1) log_probs[0] -0.1 | -0.11"),
         ({"reward": 0.0}, "step 2: sample 3 (group 1) reward 1.0 | 0.0"),
         ({"reward": {"score": 0.0}}, 'step 2: sample 3 (group 1) reward 1.0 | {"score": 0.0}'),
         ({"train": [-0.1, -0.5, -0.3]}, "step 2: sample 3 trainer's log_probs[1] null | -0.5"),

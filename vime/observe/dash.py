@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from vime.errors import VimeError, said
 from vime.observe.diff import train_log_probs
@@ -50,9 +51,10 @@ class Run:
             self.forget()
         for file in (f for f in files if f not in self.known):
             at, step, self.known[file] = 0, int(file.stem[5:]), files[file]
-            for line in file.read_bytes().split(b"\n"):
-                self.add(file, step, at, line)
-                at += len(line) + 1
+            with open(file, "rb") as f:
+                for line in f:
+                    self.add(file, step, at, line.rstrip(b"\n"))
+                    at += len(line)
 
     def add(self, file: Path, step: int, at: int, line: bytes) -> None:
         cut = line.find(CUT)
@@ -85,25 +87,16 @@ class Run:
             return f.read(length)
 
 
-@lru_cache(maxsize=8)
-def decoder(folder: str) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(f"{folder}/tokenizer.json")
-
-
-@lru_cache(maxsize=32)
-def of_step(folder: Path, step: int, written: int) -> dict[str, list[float | None]]:
-    return train_log_probs(folder, step)
+tokenizer = lru_cache(maxsize=8)(Tokenizer.from_file)
 
 
 def sample(run: Run, i: int) -> dict[str, Any]:
     """A sample in whole, with what the trainer made of its tokens (null: not recorded) and the text of each of its tokens (where the model is here)."""
     row, file = orjson.loads(run.line(i)), run.places[i][0]
-    row["train_log_probs"] = of_step(run.folder, int(file.stem[5:]), file.stat().st_mtime_ns).get(str(row.get("uid", row["index"])))
+    row["train_log_probs"] = train_log_probs(run.folder, int(file.stem[5:])).get(str(row.get("uid", row["index"])))
     with suppress(Exception):  # the tokenizer's own, of half a dozen types
         model = tomllib.loads((run.folder / "config.toml").read_text())["model"]
-        row["pieces"] = [decoder(model).decode([t], skip_special_tokens=False) for t in row["tokens"]]
+        row["pieces"] = [tokenizer(f"{model}/tokenizer.json").decode([t], skip_special_tokens=False) for t in row["tokens"]]
     return row
 
 
@@ -149,12 +142,13 @@ def application(folders: list[Path], token: str, engines: Callable[[Path], Any])
 
     @routes.get(r"/api/file/{run:\d+}/{name:metrics\.jsonl|ledger\.jsonl|trace/[\w.-]+\.jsonl}")
     async def _file(request: web.Request) -> web.Response:
-        """What a file has from byte ?from= on, up to its last whole line; header X-From says where that begins: 0 where the file was replaced."""
+        """What a file has from byte ?from= on, up to its last whole line; of a negative one so many bytes from the end. Header X-From says where it
+        begins: 0 where the file was replaced."""
         path, start = run_of(request).folder / request.match_info["name"], int(request.query.get("from", 0))
         with open(path, "rb") as f:
             size = f.seek(0, 2)
-            f.seek(max(0, start - 1))
-            start = start if 0 < start <= size and f.read(1) == b"\n" else 0
+            f.seek(max(0, size + start if start < 0 else start - 1))
+            start = f.tell() + len(f.readline()) if -size < start < 0 else start if 0 < start <= size and f.read(1) == b"\n" else 0
             f.seek(start)
             data = f.read(CHUNK)
         whole = data[: data.rfind(b"\n") + 1]

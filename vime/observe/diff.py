@@ -1,9 +1,10 @@
 """`vime diff RUN RUN`: the first step, and the first field in it, where two runs part. Fields are compared in the order in which one causes the
-next: samples (prompt, tokens, mask, logprobs, reward), the trainer's logprobs, then metrics."""
+next: samples (prompt, logprobs of the tokens that are the same, tokens, mask, reward), the trainer's logprobs, then metrics."""
 
 import json
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import orjson
 from vime.errors import VimeError
 from vime.observe import metrics
 
-FIELDS = ("prompt_tokens", "prompt", "tokens", "loss_mask", "status", "log_probs", "reward")  # of a sample
+FIELDS = ("prompt_tokens", "prompt", "log_probs", "tokens", "loss_mask", "status", "reward")  # of a sample
 # time, load and memory differ between any two runs
 UNEQUAL = re.compile(r"^(perf|health|data|weights)/|^rollout/(engine|spec)_|^rollout/(retries|continued|in_flight|ready|buffered|held_back)$")
 
@@ -59,7 +60,9 @@ def at_step(a: Path, b: Path, step: int, rows: list[dict[str, Any]], tol: float)
     for name in FIELDS:
         for uid in both:
             x, y = (o[uid] for o in of)
-            if name in x and name in y and (what := apart(x[name], y[name], tol)):
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(x["tokens"], y["tokens"]))))
+            pair = [r[name][:same] if name == "log_probs" else r[name] for r in (x, y) if name in r]  # those of other tokens say nothing
+            if len(pair) == 2 and (what := apart(pair[0], pair[1], tol)):
                 yield f"sample {uid} (group {x['group_index']}) {name}{'' if what[0] in '[ ' else ' '}{what}"
     for key in sorted(set(seen[0]) & set(seen[1]), key=int):
         if what := apart(seen[0][key], seen[1][key], tol):

@@ -57,9 +57,10 @@ export function card(name, into) {
   return node;
 }
 
-export async function draw(node, runs = state.runs.filter((r) => r.on)) {
-  const k = Number($("smooth").value), Plotly = await plot();
-  const traces = [], last = [];
+let turn = Promise.resolve(); // charts are drawn one a frame: the first is there at once, and the page answers meanwhile
+
+export function draw(node, runs = state.runs.filter((r) => r.on)) {
+  const k = Number($("smooth").value), traces = [], last = [];
   for (const run of runs) {
     const { x, y } = series(run, node.metric);
     if (!x.length) continue;
@@ -68,9 +69,14 @@ export async function draw(node, runs = state.runs.filter((r) => r.on)) {
     traces.push({ x, y: smooth(x, y, k), name: run.name, mode: few ? "lines+markers" : "lines", line, marker: { size: 4 }, connectgaps: true });
     last.push(nice(y.findLast((v) => v !== null)));
   }
-  node.querySelector("h3 span").textContent = last.slice(0, 4).join(" · ");
+  node.querySelector("h3 span").textContent = last.slice(0, 4).join(" · "); // there before Plotly is
   const axes = { xaxis: { type: $("log-x").checked ? "log" : "linear" }, yaxis: { type: $("log-y").checked ? "log" : "linear" } };
-  Plotly.react(node.querySelector(".plot"), traces, layout({ ...axes, uirevision: `${$("log-x").checked}${$("log-y").checked}` }), config);
+  turn = turn.catch(() => {}).then(async () => {
+    const Plotly = await plot();
+    await Plotly.react(node.querySelector(".plot"), traces, layout({ ...axes, uirevision: `${$("log-x").checked}${$("log-y").checked}` }), config);
+    await new Promise(requestAnimationFrame);
+  });
+  return turn;
 }
 
 export function show() {

@@ -83,7 +83,7 @@ export function detail(s, { step, i, siblings, go }) {
     const pick = el("select", { "aria-label": "Colour tokens by", change: () => { mode = pick.value; localStorage.setItem("colour", mode); redo(); } });
     for (const [k, name] of Object.entries(MODES)) pick.append(el("option", { value: k }, name));
     pick.value = mode;
-    const scale = { difference: ["trainer lower", "linear-gradient(90deg, rgba(var(--heat-a),.75), transparent, rgba(var(--heat-b),.75))", `higher, full at ${nice(most, 2)}`], logprob: ["likely", "linear-gradient(90deg, transparent, rgba(var(--heat-b),.75))", `unlikely, full at −${nice(most, 2)}`] }[mode];
+    const scale = { difference: ["trainer lower", "linear-gradient(90deg, rgba(var(--heat-a),.75), transparent, rgba(var(--heat-b),.75))", most > 1e-9 ? `higher, full at ${nice(most, 2)}` : "higher; equal to five digits"], logprob: ["likely", "linear-gradient(90deg, transparent, rgba(var(--heat-b),.75))", `unlikely, full at −${nice(most, 2)}`] }[mode];
     legend.replaceChildren("colour", pick, ...(scale ? [scale[0], el("i", { style: `background: ${scale[1]}` }), scale[2]] : []));
     if (mode === "difference" && !known.length) legend.append("— the trainer's logprobs were not recorded (no gradient, or an older run)");
     let turn = 0;

@@ -19,10 +19,11 @@ export async function get(path) {
   return response.json();
 }
 
-/** A file of JSON lines, read on from where it was; lines that are no JSON are counted in `bad`. A file that was replaced is read anew. */
+/** A file of JSON lines, read on from where it was; lines that are no JSON are counted in `bad`. A file that was replaced is read anew.
+ * A negative `at`: only so many bytes of its end. */
 export class Lines {
-  constructor(path) {
-    Object.assign(this, { path, rows: [], at: 0, bad: 0 });
+  constructor(path, at = 0) {
+    Object.assign(this, { path, at, rows: [], bad: 0 });
   }
   /** Returns whether there were new rows. A file that isn't there has none. */
   async more() {

@@ -74,15 +74,17 @@ async function texts(first, last) {
 }
 
 function fill(row, at) {
-  const c = run.index.columns, i = order[at], cells = row.children, head = run.index.heads.get(i), reward = c.reward[i];
-  const set = (k, text, kind = "") => {
-    if (cells[k].textContent !== text) cells[k].textContent = text;
-    if (cells[k].className !== kind) cells[k].className = kind;
+  const c = run.index.columns, i = order[at], head = run.index.heads.get(i), reward = c.reward[i];
+  const set = (k, text, kind = "") => { // what is there already is kept here: asking the document would cost as much as changing it
+    if (row.texts[k] !== text) row.children[k].firstChild.data = row.texts[k] = text;
+    if (row.kinds[k] !== kind) row.children[k].className = row.kinds[k] = kind;
   };
-  row.style.transform = `translateY(${at * ROW}px)`;
-  row.at = at;
-  row.id = `row-${at}`;
-  row.setAttribute("aria-selected", String(at === selected));
+  if (row.at !== at) {
+    row.style.transform = `translateY(${at * ROW}px)`;
+    row.at = at;
+    row.id = `row-${at}`;
+  }
+  if (row.chosen !== (at === selected)) row.setAttribute("aria-selected", String((row.chosen = at === selected)));
   set(0, String(c.step[i]), "dim");
   set(1, String(c.uid[i]));
   set(2, String(c.group_index[i]), "dim");
@@ -99,11 +101,13 @@ function draw() {
   requestAnimationFrame(() => {
     due = false;
     const top = list.scrollTop, first = Math.max(0, Math.floor(top / ROW) - 4), n = Math.ceil(list.clientHeight / ROW) + 8;
-    while (pool.length < n) pool.push(list.appendChild(el("div", { class: "row", role: "option" }, ...Array.from({ length: 7 }, () => el("span")))));
+    while (pool.length < n) {
+      const row = el("div", { class: "row", role: "option" }, ...Array.from({ length: 7 }, () => el("span", {}, " ")));
+      pool.push(list.appendChild(Object.assign(row, { texts: [], kinds: [] })));
+    }
     pool.forEach((row, k) => {
       const at = first + ((k - (first % pool.length) + pool.length) % pool.length); // a row keeps its element while it is in sight
-      row.hidden = at >= order.length;
-      row.style.display = row.hidden ? "none" : "";
+      if (row.hidden !== at >= order.length) row.style.display = (row.hidden = at >= order.length) ? "none" : "";
       if (!row.hidden) fill(row, at);
     });
     clearTimeout(draw.later);

@@ -3,6 +3,7 @@ import { $, Lines, chosen, config, el, layout, nice, plot, state, table } from "
 
 const COLORS = { rollout: "#2f6bdb", generate: "#2f6bdb", queue: "#9db7e8", reward: "#e0742b", train: "#2a9d6f", sync: "#a24bc4", publish: "#a24bc4", load: "#4aa3c7", put: "#4aa3c7", save: "#c9a227", rest: "#c9a227", setup: "#8a8f98", prompt: "#8a8f98", flush: "#8a8f98" };
 const STAGES = ["prompt", "queue", "generate", "reward", "put", "lease", "load", "train", "publish"];
+const LATEST = 8 << 20; // bytes of each process's spans
 const rank = (name) => (name === "controller" ? 0 : name.startsWith("worker") ? 1 : 2);
 
 /** {process: {phase: [[start, end], ...]}} in seconds; overlaps and gaps below `gap` are joined. A process's own phases, or what its samples did. */
@@ -54,7 +55,7 @@ function slowest(spans) {
 async function read(run) {
   run.spans ??= new Map();
   for (const name of run.trace) {
-    if (!run.spans.has(name)) run.spans.set(name, new Lines(`/api/file/${run.i}/trace/${name}`));
+    if (!run.spans.has(name)) run.spans.set(name, new Lines(`/api/file/${run.i}/trace/${name}`, -LATEST));
     await run.spans.get(name).more();
   }
   return [...run.spans].flatMap(([name, lines]) => lines.rows.map((s) => ({ ...s, process: name.replace(".jsonl", "") })));
@@ -65,8 +66,9 @@ export async function show(polled) {
   if (!run || (polled && !run.live)) return;
   const spans = await read(run), Plotly = await plot();
   if (state.tab !== "timeline") return;
-  const begin = spans.reduce((t, s) => Math.min(t, s.start), Infinity) / 1e9, end = spans.reduce((t, s) => Math.max(t, s.end), 0) / 1e9;
-  const rows = spans.length ? busy(spans, (end - begin) / 4000) : fromMetrics(run), zero = spans.length ? begin : 0;
+  const working = spans.filter((s) => s.name === "rollout" || s.name === "generate"); // what is before the first is the start of processes
+  const begin = (working.length ? working : spans).reduce((t, s) => Math.min(t, s.start), Infinity) / 1e9, end = spans.reduce((t, s) => Math.max(t, s.end), 0) / 1e9;
+  const rows = spans.length ? busy(spans.filter((s) => s.start / 1e9 >= begin), (end - begin) / 4000) : fromMetrics(run), zero = spans.length ? begin : 0; // seconds
   const names = Object.keys(rows).sort((a, b) => rank(a) - rank(b) || a.localeCompare(b, "en", { numeric: true })), phases = [...new Set(names.flatMap((n) => Object.keys(rows[n])))].filter((p) => p !== "sample" && p !== "lease");
   const traces = phases.map((phase) => {
     const bars = names.flatMap((n) => (rows[n][phase] || []).map(([a, b]) => ({ n, a: a - zero, d: b - a })));
@@ -76,8 +78,8 @@ export async function show(polled) {
     };
   });
   const more = { barmode: "overlay", showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, hovermode: "closest", margin: { l: 90, r: 10, t: 30, b: 40 }, height: 110 + 36 * names.length, dragmode: "pan", uirevision: run.path };
-  Plotly.react("gantt", traces, layout({ ...more, xaxis: { title: { text: "seconds since the start" } }, yaxis: { autorange: "reversed", type: "category", categoryarray: names, fixedrange: true } }), { ...config, scrollZoom: true });
-  $("time-note").textContent = spans.length ? `${spans.length} spans; scroll to zoom, drag to move` : "the controller's phases out of metrics.jsonl; trace.file = true shows every process and sample";
+  Plotly.react("gantt", traces, layout({ ...more, xaxis: { title: { text: "seconds since the first rollout" } }, yaxis: { autorange: "reversed", type: "category", categoryarray: names, fixedrange: true } }), { ...config, scrollZoom: true });
+  $("time-note").textContent = spans.length ? `the latest ${spans.length} spans; scroll to zoom, drag to move` : "the controller's phases out of metrics.jsonl; trace.file = true shows every process and sample";
   const swatch = (p) => el("span", {}, el("i", { class: "swatch", style: `background: ${COLORS[p] || "#8a8f98"}` }), p);
   const share = names.map((n) => {
     const lists = Object.entries(rows[n]).filter(([p]) => phases.includes(p)).map(([, at]) => at), all = lists.flat();
@@ -88,5 +90,5 @@ export async function show(polled) {
   [...shares.querySelectorAll("thead th")].slice(1, 1 + phases.length).forEach((th, k) => th.replaceChildren(swatch(phases[k])));
   $("shares").replaceChildren(shares);
   const slow = slowest(spans);
-  $("slowest").replaceChildren(slow.length ? table(["sample", "step", "seconds", ...STAGES], slow.map((r) => r.map((v) => nice(v, 3)))) : el("p", { class: "empty" }, "Recorded with trace.file = true."));
+  $("slowest").replaceChildren(slow.length ? table(["sample", "step", "seconds", ...STAGES], slow.map((r) => r.map((v, k) => (k < 2 ? v : v.toFixed(3))))) : el("p", { class: "empty" }, "Recorded with trace.file = true."));
 }
