@@ -139,6 +139,8 @@ def faults(cfg: Config, g: SimpleNamespace, gpus: int) -> list[tuple[str, str]]:
     servers, nodes = sum(world(s.vllm) for s in cfg.servers), -(-gpus // g.per_node)
     left = gpus - servers * (not cfg.rollout.colocate)
     out = [(what, propose(cfg, g, left)) for what in axes.faults(p, m)]
+    if tensors(cfg.model)[0].get("index_topk"):
+        out.insert(0, (f"{m.kind!r} chooses the tokens it attends to by an indexer, which the trainer has not", "a model without index_topk"))
     if max(p.ranks, servers) > gpus or p.ranks > left:
         how = f"{p.ranks} of trainer ranks, {servers} of servers" + ", shared" * cfg.rollout.colocate
         out.append((f"{max(p.ranks + gpus - left, servers)} accelerators are needed ({how}), there are {gpus}", propose(cfg, g, left)))
