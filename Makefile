@@ -46,7 +46,7 @@ docs: install ## write docs/config.md anew
 	@$(BIN)/vime config > docs/config.md
 
 site: install ## build the documentation as web pages, in build/site
-	@$(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/mkdocs build --strict
 
 audit: install ## ask the advisory databases about the pinned packages (needs the network)
 	@$(BIN)/uvx pip-audit --disable-pip --no-deps -r requirements/cpu.txt -r requirements/cuda.txt

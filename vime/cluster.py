@@ -319,8 +319,9 @@ class Cluster:
             try:
                 ray.get(ref)
             except DEAD as e:
-                node = re.search(r"\bip: (\S+)", str(e)) if "node has died" in str(e) else None
-                found["died"] = VimeError(f"{name} died: {f'its node {node[1]} is gone' if node else str(e).splitlines()[0]}", "rerun with --resume")
+                lines, node = str(e).strip().splitlines(), re.search(r"\bip: (\S+)", str(e))
+                why = f"its node {node[1]} is gone" if node and "node has died" in str(e) else lines[-1 if "creation task" in lines[0] else 0]
+                found["died"] = VimeError(f"{name} died: {why}", "rerun with --resume")
             except rex.RayTaskError as e:
                 c = cause(e)
                 if isinstance(c, VimeError):

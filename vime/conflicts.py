@@ -79,6 +79,8 @@ def one_host(cfg: Config) -> list[str]:
         out.append('data_plane.backend = "shm" is the memory of one host: "ray", "mooncake" or "transferqueue" reach all of them')
     if cfg.weights.transport == "shm" and not cfg.offline:
         out.append('weights.transport = "shm" is the memory of one host: "file" on a shared file system, or "nccl" between GPUs')
+    if cfg.rollout.colocate:
+        out.append("rollout.colocate shares the accelerators of one host: give servers some of their own, or start them by hand (rollout.engines)")
     return out
 
 

@@ -1,5 +1,6 @@
 """The nodes of a Ray cluster: whether they can run this job together, and where its servers and trainer ranks go. docs/multi-node.md."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,6 @@ from vime.errors import VimeError
 from vime.procs import free_port
 
 ROOM = 120.0  # seconds until a place must be found
-LOOPBACK = "127.0.0.1"
 
 
 def setup_hook() -> Callable[[], None]:
@@ -32,7 +32,7 @@ def setup_hook() -> Callable[[], None]:
 
 def address(local: bool) -> str:
     """Of this process's host, for other hosts."""
-    return LOOPBACK if local else str(ray.util.get_node_ip_address())
+    return "127.0.0.1" if local else str(ray.util.get_node_ip_address())
 
 
 def meeting(local: bool) -> tuple[str, int]:
@@ -49,9 +49,9 @@ def check(cfg: Config, folder: Path) -> None:
     seen = [ray.remote(_look_at).options(num_cpus=0, scheduling_strategy=On(n, soft=False)).remote([*places.values()]) for n in nodes]
     _, late = ray.wait(seen, num_returns=len(seen), timeout=ROOM)
     for node, ref in zip(nodes.values(), seen):
-        missing = [] if ref in late else [(k, path) for (k, path), there in zip(places.items(), ray.get(ref)) if not there]
-        faults += [f"node {node} does not answer"] if ref in late else []
-        faults += [f"node {node} does not see {k}, {os.path.abspath(path)}: it must be on a file system that all nodes share" for k, path in missing]
+        missing = {} if ref in late else {k: path for (k, path), there in zip(places.items(), ray.get(ref)) if not there}
+        faults += [f"node {node} does not answer"] * (ref in late)
+        faults += [f"node {node} does not see {k}, {os.path.abspath(p)}: it must be on a file system that all share" for k, p in missing.items()]
     if faults:
         raise VimeError(f"this Ray cluster of {len(nodes)} nodes cannot do the run:\n  " + "\n  ".join(faults))
 
@@ -83,7 +83,5 @@ def for_ranks(cfg: Config) -> list[dict[str, Any]]:
 
 def for_engine(args: dict[str, Any], cfg: Config) -> dict[str, Any]:
     """Options of a server with these vLLM arguments."""
-    n = 1
-    for axis in ("tensor", "pipeline", "data"):
-        n *= int(args.get(f"{axis}_parallel_size", 1))
+    n = math.prod(int(args.get(f"{axis}_parallel_size", 1)) for axis in ("tensor", "pipeline", "data"))
     return {"num_cpus": 1, "scheduling_strategy": "SPREAD"} | devices(n, cfg)

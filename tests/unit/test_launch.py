@@ -9,10 +9,7 @@ import pytest
 import yaml
 
 from vime import cli, launch
-from vime.config import validate
 from vime.errors import VimeError
-from vime.rollout.engine import Engine
-from vime.rollout.router import Router
 
 MANY = ["data_plane.backend=ray", "weights.transport=file", 'reward.function="it\'s:$HOME"']
 
@@ -60,11 +57,3 @@ def test_a_run_of_one_host_is_not_launched_on_several(config: str) -> None:
     with pytest.raises(VimeError, match=r'data_plane.backend = "shm" is the memory of one host(.|\n)*weights.transport = "shm"'):
         launch.script("slurm", config, [], 2, 8)
     assert "--nodes=1" in launch.script("slurm", config, [], 1, 8)
-
-
-def test_servers_listen_where_others_reach_them(tmp_path: Path) -> None:
-    cfg = validate({"model": "m", "data": {"prompts": "p"}}, "test")
-    for host, more in (("127.0.0.1", {}), ("10.0.0.7", {"VLLM_HOST_IP": "10.0.0.7"})):
-        engine, router = Engine(cfg, 0, str(tmp_path), host=lambda host=host: host), Router(cfg, ["http://a:1"], str(tmp_path), host)
-        assert engine.arguments(1)["host"] == router.arguments(1)["host"] == host
-        assert {k: v for k, v in engine.environment().items() if k == "VLLM_HOST_IP"} == more

@@ -27,7 +27,7 @@ from vime.trainer.layout import Layout, local
 from vime.trainer.packing import Sealed
 from vime.trainer.ring import ring_attention
 
-FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "index_topk")
 
 
 def init(rank: int, world: int, addr: str, port: int, timeout: float, offload: bool = False) -> torch.device:
@@ -62,7 +62,8 @@ def packed_attention(
     for b in batch.buckets:
         if window and b.keys.shape[1] > window:
             raise VimeError(f"samples of {b.keys.shape[1]} tokens exceed the model's sliding attention window of {window}")
-        qb, kb, vb = (F.embedding(i, t).unflatten(-1, (-1, dim)).transpose(1, 2) for i, t in ((b.queries, q), (b.keys, k), (b.keys, v)))
+        parts = ((b.queries, q, dim), (b.keys, k, dim), (b.keys, v, value.shape[-1]))  # latent attention's values are of another size
+        qb, kb, vb = (F.embedding(i, t).unflatten(-1, (-1, d)).transpose(1, 2) for i, t, d in parts)
         gqa, scale = qb.shape[1] != kb.shape[1], kw.get("scaling")
         o = F.scaled_dot_product_attention(qb, kb, vb, b.mask, is_causal=b.mask is None, scale=scale, enable_gqa=gqa)
         outs.append(o.transpose(1, 2).flatten(0, 1).flatten(1))
