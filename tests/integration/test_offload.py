@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from tests.integration.test_lora import fill
 from tests.integration.test_trainer_checkpoint import timeless
-from tests.integration.trainer_kit import Ranks, make_batch, make_cfg, make_model, train_once, weights
+from tests.integration.trainer_kit import Ranks, apart, make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.config import Config
 from vime.trainer import engine
 from vime.trainer.layout import Layout
@@ -61,3 +61,19 @@ def test_numbers_are_the_same_bit_for_bit(tmp_path: Path, two_ranks: Ranks, case
         assert without["metrics"] == with_["metrics"] and without["canary"] == with_["canary"]
         for key in ("weights", "served"):
             assert without[key].keys() == with_[key].keys() and all(torch.equal(t, with_[key][n]) for n, t in without[key].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_leave_the_gpu(tmp_path: Path) -> None:
+    folder, ends, held = make_model(tmp_path / "m", hidden_size=512, intermediate_size=2048), [], []
+    for where in ("none", "all"):
+        cfg = make_cfg(folder, tmp_path / where, train={"offload": where})
+        with one_rank(cfg) as t:
+            for step in (1, 2):
+                train_once(t, cfg, step, make_batch(step))
+            places = {p.device.type for p in t.model.parameters()} | {s["exp_avg"].device.type for s in t.optimizer.state.values()}
+            assert places == {"cpu" if where == "all" else "cuda"}
+            held.append(torch.cuda.memory_allocated())
+            ends.append({n: w.cpu() for n, w in weights(t).items()})
+    assert held[1] < held[0] / 2 and apart(*ends) < 0.01

@@ -96,9 +96,7 @@ class Publisher:
         self.version, sent = version, float(delta.size(forms))
         return Published("", (), {"weights/bytes": sent, "weights/full_bytes": sent, "weights/senders": float(len(plan))})
 
-    def write(
-        self, tensors: delta.State, version: int, parts: Iterable[delta.State] | None = None, head: dict[str, str] | None = None
-    ) -> Published:
+    def write(self, tensors: delta.State, version: int, parts: Iterable[delta.State] | None = None, head: dict[str, str] | None = None) -> Published:
         """As publish, for weights that are whole and on the CPU; with `parts`, where `tensors` are without data, those that come one by one."""
         before, full = self.chain, delta.size(tensors)
         metrics = {"weights/full_bytes": float(full)}
