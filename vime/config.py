@@ -108,7 +108,10 @@ class TrainConfig(Section):
     max_tokens_per_gpu: int = Field(4096, ge=1, description="token budget of one packed micro-batch on one rank")
     gradient_checkpointing: bool = False
     freeze_vision: bool = Field(False, description="leave the vision tower of a vision-language model as it is")
-    offload: Literal["none", "optimizer"] = Field("none", description="optimizer: AdamW's moments lie in host memory but for the update itself (on GPUs)")
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none", description="on GPUs: optimizer: AdamW's moments lie in host memory but for the update itself; all: so do the shards of weights, "
+        "gradients and moments, a layer's weights come when it computes, and the update is the CPU's",
+    )  # fmt: skip
     skip_zero_advantage: bool = Field(True, description="samples without a gradient (advantage 0, no KL, no entropy bonus) skip the forward; loss stays exact")
     logprob_chunk: int = Field(1024, ge=1, description="tokens per chunk of the vocabulary projection")
     max_bad_steps: int = Field(3, ge=1, description="optimizer steps without a finite loss and gradient are skipped; this many in a row stop the run")

@@ -29,6 +29,9 @@ def add(model: PreTrainedModel, cfg: Config) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
             peft.inject_adapter_in_model(lora, model)
+        for name, p in model.named_parameters() if hasattr(model, "layout") else ():  # not where an offloaded weight lies
+            if ".lora_" in name:
+                p.data = p.data.to(model.layout.device)
         if lora.target_parameters:  # names that experts had before transformers joined them
             raise ValueError(f"peft takes {', '.join(wanted)} for weights of experts, too")
     except ValueError as e:

@@ -98,7 +98,7 @@ class Trainer:
         """Join the other ranks, load the model; with the folder of a checkpoint, continue from it exactly."""
         cfg = self.cfg
         self.custom, self.args = hooks.loss_side(cfg), hooks.plugin_args(cfg)
-        self.device = init(self.rank, self.world, *self.address, cfg.train.step_timeout + 60)
+        self.device = init(self.rank, self.world, *self.address, cfg.train.step_timeout + 60, cfg.train.offload == "all")
         self.side = dist.new_group(backend="gloo") if cfg.checkpoint.async_save else None  # a thread's collectives need a group of their own
         if cfg.train.offload != "none" and self.device.type == "cpu":
             raise VimeError(f'train.offload = "{cfg.train.offload}": this trainer runs on the CPU, whose memory that is', "leave it out")
@@ -106,7 +106,7 @@ class Trainer:
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
         train = cfg.train
         axes.check(cfg)
-        self.layout = Layout(cfg.parallel, self.device)
+        self.layout = Layout(cfg.parallel, self.device, cfg.train.offload == "all")
         start = Path(folder) / "hf" if folder and not cfg.lora.rank else self.source
         self.model = load_model(start, train.dtype, self.layout, train.gradient_checkpointing, train.freeze_vision)
         if cfg.lora.rank:

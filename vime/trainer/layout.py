@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel
@@ -22,9 +22,10 @@ class Layout:
     """A rank's place. Ranks count as in the mesh (pp, fsdp, cp, tp), the last axis fastest. FSDP shards over fsdp x cp; experts lie on
     the same ranks of a stage in another order, (efsdp, ep)."""
 
-    def __init__(self, parallel: ParallelConfig, device: torch.device):
+    def __init__(self, parallel: ParallelConfig, device: torch.device, offload: bool = False):
+        """`offload`: shards of weights and gradients lie in host memory, and a layer's come to the device while it computes."""
         p, kind = parallel, device.type
-        self.p, self.device, self.world = p, device, p.ranks
+        self.p, self.device, self.world, self.offload = p, device, p.ranks, offload
         shards = p.fsdp * p.cp
         place = init_device_mesh(kind, (p.pp, p.fsdp, p.cp, p.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
         self.dense = init_device_mesh(kind, (p.pp, shards, p.tp), mesh_dim_names=("pp", "fsdp", "tp"))
@@ -83,11 +84,13 @@ class Layout:
             tensor_parallel.apply_tensor_parallelism(model, self.dense["tp"], plan)
         if experts:
             tensor_parallel.apply_expert_parallelism(model, self.expert["ep"], self.dense["tp"], experts)
-        if self.world > 1 or policy.param_dtype:
+        if self.world > 1 or policy.param_dtype or self.offload:
+            place = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.offload else OffloadPolicy()
 
             def shard(module: Any, mesh: Any, keep: bool = False, **kw: Any) -> None:
                 alone = mesh.size() == 1  # nothing to shard: FSDP is what keeps master weights beside those that compute
-                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not (keep or alone), **kw)
+                reshard = not keep and (self.offload or not alone)
+                fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard, **kw)
                 module.set_force_sum_reduction_for_comms(True)  # a plain sum
                 if not alone:  # where torch would divide for itself, and copy all gradients to do so
                     module.set_gradient_divide_factor(1.0)
@@ -99,6 +102,13 @@ class Layout:
                 if not isinstance(layer, PipelineIdentityLayer):
                     shard(layer, self.dense["fsdp"])
             shard(model, self.dense["fsdp"], keep=True)
+
+    def to_host(self, model: PreTrainedModel) -> None:
+        """With offload move what is sharded, which loads on the device, to where FSDP wants it; buffers stay."""
+        if self.offload:
+            model.cpu()
+            for module in model.modules():
+                module._buffers.update({k: b if b is None else b.to(self.device) for k, b in module._buffers.items()})
 
     def expert_placement(self, param: torch.nn.Parameter) -> Shard:
         """FSDP's cut of experts: between experts, or through them where each rank has too few."""

@@ -29,15 +29,16 @@ from vime.trainer.ring import ring_attention
 FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
-def init(rank: int, world: int, addr: str, port: int, timeout: float) -> torch.device:
-    """Join the process group; gloo on CPU, nccl on CUDA. A collective fails after `timeout` seconds. Returns this rank's device."""
+def init(rank: int, world: int, addr: str, port: int, timeout: float, offload: bool = False) -> torch.device:
+    """Join the process group; gloo on CPU, nccl on CUDA, with `offload` both there, each for its tensors. A collective fails after `timeout`
+    seconds. Returns this rank's device."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    backend, url = "nccl" if cuda else "gloo", f"tcp://{addr}:{port}"
+    backend, url = ("cpu:gloo,cuda:nccl" if offload else "nccl") if cuda else "gloo", f"tcp://{addr}:{port}"
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     return device
 
@@ -128,6 +129,7 @@ def load_model(
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise VimeError(f"model {path}: {type(e).__name__}: {str(e)[:500]}") from e
     new = {"score.weight", "score.bias"} if critic else set()
+    layout.to_host(model)
     if missing := sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys or {}) - new):  # from_pretrained would leave them random
         raise VimeError(f"model {path}: its files lack {len(missing)} of the model's weights, {missing[0]} first", "get the folder anew")
     for module in model.modules():
@@ -173,7 +175,7 @@ def whole_parts(
             for i, form in enumerate(forms if stage == layout.pp or (takes and layout.first) else ()):
                 part = {}
                 for name, (value, kind, adapter) in parts[i].items() if stage == layout.pp else ():
-                    cut = value if adapter else value.to(kind)
+                    cut = value.to(layout.device, value.dtype if adapter else kind)
                     full = cut.full_tensor() if isinstance(cut, DTensor) else cut
                     if adapter and takes:
                         full = (full + adapter.get_delta_weight("default").detach()).to(kind)
