@@ -38,7 +38,12 @@ class LoraConfig(Section):
     alpha: int = Field(32, ge=1, description="what an adapter adds is scaled by alpha / rank")
     target_modules: list[str] | Literal["all-linear"] = Field("all-linear", min_length=1, description="names of linear layers; all-linear: all but the head")
     dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into an adapter, in the training forward only")
-    publish: Literal["merged", "adapter"] = Field("merged", description="merged: servers get whole weights, adapters added in; adapter is refused")
+    publish: Literal["merged", "adapter"] = Field("merged", description="merged: servers get whole weights, adapters added in; adapter: these alone")
+
+    @property
+    def adapter(self) -> bool:
+        """Servers get the adapters alone."""
+        return self.rank is not None and self.publish == "adapter"
 
 
 class RewardConfig(Section):

@@ -16,6 +16,8 @@ from vime.config import Config, EngineTable
 from vime.errors import VimeError
 from vime.procs import Child, free_port, spawn
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has slots for
+
 
 def on_cpu() -> bool:
     """Whether the installed vLLM is a build for the CPU."""
@@ -176,6 +178,9 @@ class Engine(Served):
             args["return_sampling_mask"] = True
         if cfg.rollout.routing_replay:
             args["enable_return_routed_experts"] = True
+        if cfg.lora.rank and cfg.lora.adapter:
+            args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in LORA_RANKS if r >= cfg.lora.rank)}
+            args |= {} if on_cpu() else {"compilation_config": {"cudagraph_specialize_lora": False}}  # no request names an adapter
         if cfg.rollout.colocate:
             args["enable_sleep_mode"] = True
         if on_cpu():

@@ -33,6 +33,8 @@ class Publisher:
 
     def publish(self, model: PreTrainedModel, version: int, receivers: list[Receiver] | None = None) -> Published | None:
         """Write weights `version` under Hugging Face names, or send them to `receivers`; the files, on rank 0. A collective, all or nothing."""
+        if self.cfg.lora.adapter:
+            return self.adapter(model, version)
         dtype = getattr(torch, server_dtype(self.cfg))
         if receivers:
             return self.send(model, dtype, version, receivers)
@@ -47,6 +49,19 @@ class Publisher:
                 error = e
         for _ in parts:  # the other ranks, and rank 0 after an error: gathering is collective
             pass
+        agree(error)
+        return out
+
+    def adapter(self, model: PreTrainedModel, version: int) -> Published | None:
+        """Write the adapters alone, under peft's names: every rank has them, so only rank 0 does anything."""
+        out, error = None, None
+        if self.rank == 0:
+            own = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if ".lora_" in n}
+            tensors = {f"base_model.model.{n.replace('.default.', '.')}": p for n, p in own.items()}
+            try:
+                out = self.write(tensors, version, head={"lora": json.dumps({"r": self.cfg.lora.rank, "lora_alpha": self.cfg.lora.alpha})})
+            except VimeError as e:
+                error = e
         agree(error)
         return out
 
@@ -81,12 +96,12 @@ class Publisher:
         self.version, sent = version, float(delta.size(forms))
         return Published("", (), {"weights/bytes": sent, "weights/full_bytes": sent, "weights/senders": float(len(plan))})
 
-    def write(self, tensors: delta.State, version: int, parts: Iterable[delta.State] | None = None) -> Published:
+    def write(self, tensors: delta.State, version: int, parts: Iterable[delta.State] | None = None, head: dict[str, str] | None = None) -> Published:
         """As publish, for weights that are whole and on the CPU; with `parts`, where `tensors` are without data, those that come one by one."""
         before, full = self.chain, delta.size(tensors)
         metrics = {"weights/full_bytes": float(full)}
         if not self.cfg.weights.delta:
-            self.chain = [self.save(version, tensors, {}, parts=parts or ())]
+            self.chain = [self.save(version, tensors, head or {}, parts=parts or ())]
         else:
             change, base = None, self.checksum
             if delta.same_form(self.last, tensors):

@@ -2,6 +2,7 @@
 the whole model, and deltas to lay over it. Also after a delta the whole model is loaded, out of memory: vLLM fuses and packs weights, so a
 few elements of a tensor have no place of their own in it."""
 
+import json
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from vime.weights import UNTOUCHED
 from vime.weights.delta import Held
+
+ADAPTER = 1  # vLLM's number of the only adapter
 
 
 @dataclass
@@ -65,6 +68,9 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._begun = True
             return self._nccl.receive_weights(self._nccl.parse_update_info(update_info.nccl))
         try:  # a missing, cut or foreign file is found before the model is touched
+            with safe_open(update_info.path, framework="pt") as f:
+                if "lora" in (f.metadata() or {}):
+                    return self._adapter(f)
             weights = self._held.read(update_info.path, update_info.deltas)
         except (OSError, SafetensorError, ValueError) as e:
             raise ValueError(f"{UNTOUCHED}: {type(e).__name__}: {e}") from e
@@ -75,13 +81,33 @@ class FileWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if loaded is not None and (missing := sorted(expected - set(loaded))):
             raise ValueError(f"no weights for {len(missing)} parameters: {', '.join(missing[:5])}")
 
+    def _adapter(self, file: Any) -> None:
+        """Put the adapter in a file (metadata "lora": peft's r and lora_alpha) into the one slot. Raises: ValueError where this server has none."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager: Any = getattr(self.model, "lora_manager", None)
+        if manager is None:
+            raise ValueError("an adapter, for a server that was started without --enable-lora")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        helper = PEFTHelper(**json.loads(file.metadata()["lora"]), target_modules=[])
+        mapper: Any = getattr(self.model, "hf_to_vllm_mapper", None)  # of which adapters take what renames layers, not what joins them
+        mapper, dtype = mapper and mapper.get_rename_mapper(), manager.lora_config.lora_dtype
+        adapter = LoRAModel.from_lora_tensors(ADAPTER, tensors, helper, "cpu", dtype, weights_mapper=mapper)
+        places = set(manager.modules) | {part for parts in manager.packed_modules.values() for part in parts}
+        if unknown := sorted(adapter.loras.keys() - places):
+            raise ValueError(f"vLLM has no adapters for {len(unknown)} of these layers, {unknown[0]} first")
+        manager.remove_adapter(ADAPTER)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER)
+
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._begun:
             finalize_layerwise_reload(self.model, self.model_config)
             self._begun = False
-        _repack(self.model)
+            _repack(self.model)
 
     def shutdown(self) -> None:
         if self._nccl:
@@ -243,6 +269,29 @@ def _return_routed_experts() -> None:
     Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens = with_store, announced, with_routing
 
 
+def _serve_adapter() -> None:
+    """With --enable-lora every token of every request is of the adapter that came last. Requests name none, so those that are held over an
+    update go on with the new one, as with whole weights. (vLLM's own requests keep the adapter that they named when they came.)"""
+    if not _asked("--enable-lora"):
+        return
+    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA as Head
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin as Mixin
+
+    activate = Mixin._set_active_loras
+    if hasattr(activate, "__wrapped__"):
+        return
+
+    def everywhere(self: Any, prompts: tuple[int, ...], tokens: tuple[int, ...], requests: Any, *rest: Any) -> None:
+        if not requests and ADAPTER in self.lora_manager.list_adapters():  # not while vLLM warms up
+            prompts, tokens = (ADAPTER,) * len(prompts), (ADAPTER,) * len(tokens)
+        activate(self, prompts, tokens, requests, *rest)
+
+    everywhere.__wrapped__ = activate  # type: ignore[attr-defined]
+    Mixin._set_active_loras, Mixin.reset_lora_state = everywhere, lambda self: None  # type: ignore[method-assign]
+    # The head has none. vLLM's way of asking that takes the logprobs of a prompt for those of sampled tokens, and fails by their number.
+    Head.forward = lambda self, head, *args, **kw: self.base_layer(getattr(head, "base_layer", head), *args, **kw)  # type: ignore[method-assign]
+
+
 def register() -> None:
     """Called in every vLLM process, maybe twice."""
     if "vime" not in WeightTransferEngineFactory._registry:
@@ -251,3 +300,4 @@ def register() -> None:
     _return_sampling_masks()
     _return_routed_experts()
     _fix_speculation()
+    _serve_adapter()
