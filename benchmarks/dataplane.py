@@ -318,7 +318,12 @@ def command(args: Any) -> int:
     """`vime bench dataplane`. Returns 1 where a path failed."""
     console, notes = Console(highlight=False, width=200), Console(stderr=True, highlight=False)
     if args.read:
-        rows = json.loads(Path(args.read).read_text())
+        try:
+            rows = json.loads(Path(args.read).read_text())
+            if not (isinstance(rows, list) and rows and all(isinstance(r, dict) and "path" in r for r in rows)):
+                raise ValueError("there are no rows of a --out in it")
+        except (OSError, ValueError) as e:
+            raise VimeError(f"--read {args.read}: {e}", "it must be what an earlier --out wrote") from e
     else:
         rows = measure(args, lambda text: notes.print(text, style="dim"))
         if args.out:
@@ -339,9 +344,17 @@ def measure(args: Any, say: Any) -> list[dict[str, Any]]:
     kind = "hosts" if args.hosts else "quick" if args.quick else "full"
     cells = args.cells or CELLS[kind]
     paths = args.paths or {"quick": QUICK, "full": PATHS, "hosts": NETWORK}[kind]
-    if unknown := [p for p in paths if p not in PATHS]:
-        raise VimeError(f"no path {unknown[0]!r}", f"valid: {', '.join(PATHS)}")
     m, n = args.m, args.n
+    faults = [f"no path {p!r}, of {', '.join(PATHS)}" for p in paths if p not in PATHS]
+    faults += [f"{flag} {v}: at least 1" for flag, v in (("-m", m), ("-n", n), ("--rounds", args.rounds)) if v is not None and v < 1]
+    for cell in cells:
+        try:
+            if parse(cell)[1] < max(m, n):
+                faults.append(f"{cell} for {m} producers and {n} consumers: at least one item for each")
+        except VimeError as e:
+            faults.append(str(e))
+    if faults:
+        raise VimeError("; ".join(faults))
     if "transferqueue" in paths and "transferqueue-mooncake" in paths:  # there can be one in a Ray cluster
         plan = [(m, n, cells, [p for p in paths if p != "transferqueue-mooncake"]), (m, n, cells, ["zmq", "transferqueue-mooncake"])]
     else:

@@ -268,10 +268,13 @@ def validate(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as e:
-        lines = []
+        lines: list[str] = []
         for fault in e.errors():
             loc = [str(p) for p in fault["loc"]]
-            key = ".".join(loc)
+            inner = next((i for i, p in enumerate(loc) if "[" in p), len(loc))  # pydantic's name of one of several types that a key may have
+            if inner < len(loc) and any(line.startswith(".".join(loc[:inner]) + ": ") for line in lines):
+                continue
+            key = ".".join(loc[:inner])
             if fault["type"] == "extra_forbidden":
                 lines.append(f"{key}: unknown key; {nearest(loc[-1], _names(loc[:-1]))}")
             elif fault["type"] == "missing":

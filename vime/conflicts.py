@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
     if (gbs or total) % cfg.parallel.fsdp:
         faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg)
+    faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg) + unread(cfg)
     r, t = cfg.rollout, cfg.train
     if r.max_response_len >= r.max_context_len:
         faults.append(f"rollout.max_response_len {r.max_response_len} leaves no room for a prompt in max_context_len {r.max_context_len}")
@@ -117,13 +118,18 @@ def lora(cfg: Config) -> list[str]:
     given, p = cfg.lora, cfg.parallel
     if given.rank is None:
         return ["lora.rank is unset, so there are no adapters: set it, or leave [lora] out"] if given != type(given)() else []
-    held = "vLLM lets a request that is under way go on with the adapter it began with, under the new version's number"
     wrong = {
         f"parallel, {p}: adapters are trained on fsdp ranks only, without tp, pp, cp and ep": p.ranks > p.fsdp or p.ep > 1,
         'algo.advantage_estimator = "gae": a critic has no adapters': cfg.algo.advantage_estimator == "gae",
         "rollout.routing_replay: not shown to be right with adapters": cfg.rollout.routing_replay,
-        f'lora.publish = "adapter": {held}; publish merged weights': given.publish == "adapter",
     }
+    if given.adapter:
+        only = 'lora.publish = "adapter", which servers read from a file and add to the model they began with:'
+        wrong |= {f"{only} leave out weights.delta": cfg.weights.delta, f'{only} set weights.transport to "shm" or "file"': cfg.weights.transport == "nccl"}
+        wrong |= {f"{only} leave out vllm.speculative_config": any("speculative_config" in s.vllm for s in cfg.servers)}
+        wrong |= {f"{only} leave out vllm.pipeline_parallel_size": any(s.vllm.get("pipeline_parallel_size", 1) != 1 for s in cfg.servers)}
+        wrong |= {f"{only} set rollout.sleep_level to 1": cfg.rollout.colocate and cfg.rollout.sleep_level == 2}
+        wrong |= {f"{only} {given.rank} is more than vLLM's 512": given.rank > 512}
     return [f"lora.rank does not go with {what}" for what, found in wrong.items() if found]
 
 
@@ -144,6 +150,33 @@ def objective(cfg: Config) -> list[str]:
     return [f"{what}: leave out {', '.join(unused)}"] if unused else []
 
 
+def unread(cfg: Config) -> list[str]:
+    """Keys that are not at their default, and that nothing reads with the other settings. (A plug-in for the loss may read any of [algo].)"""
+    a, own = cfg.algo, cfg.loss.custom or cfg.algo.custom_tis
+    readers = {
+        'algo.advantage_estimator = "gae"': (a.advantage_estimator == "gae", "algo.critic_model algo.critic_lr algo.value_clip algo.lambd algo.num_critic_only_steps"),
+        'train.objective = "dpo"': (False, "algo.dpo_beta"),
+        'algo.policy_loss = "ppo" or "gspo"': (own or a.policy_loss in ("ppo", "gspo"), "algo.eps_clip_c"),
+        'algo.correction = "tis" or "icepop"': (own or a.correction in ("tis", "icepop"), "algo.tis_clip algo.tis_clip_low"),
+        "algo.use_opsm": (own or a.use_opsm, "algo.opsm_delta"),
+        "algo.rejection": (own or a.rejection, "algo.rejection_high algo.rejection_low"),
+        "a KL (kl_coef or kl_loss_coef)": (own or a.needs_reference, "algo.kl_loss_type"),
+        'servers (train.objective = "rl")': (not cfg.offline, "lora.publish"),
+        "weights.delta": (cfg.weights.delta, "weights.delta_full_every"),
+        "rollout.colocate": (cfg.rollout.colocate, "rollout.sleep_level"),
+        'reward.function = "regex"': (cfg.reward.function == "regex", "reward.pattern"),
+        "reward.overlong_buffer_len": (cfg.reward.overlong_buffer_len, "reward.overlong_penalty_factor"),
+        'train.lr_decay_style = "linear" or "cosine"': (cfg.train.lr_decay_style != "constant", "train.min_lr train.lr_decay_start"),
+    }
+    out = []
+    for reader, (there, keys) in readers.items():
+        for section, key in (k.split(".") for k in keys.split() if not there and (k.startswith(("train.", "lora.")) or not cfg.offline)):
+            given = getattr(cfg, section)
+            if getattr(given, key) != type(given).model_fields[key].default:
+                out.append(f"{section}.{key} has no effect without {reader}: leave it out")
+    return out
+
+
 def data_plane(cfg: Config) -> list[str]:
     """What the store of samples lacks here, or cannot do."""
     d, faults = cfg.data_plane, []
@@ -161,6 +194,8 @@ def data_plane(cfg: Config) -> list[str]:
             faults.append(f"[data_plane.{name}] has no meaning with data_plane.backend = {d.backend!r}: leave it out")
     if m.device and m.protocol == "tcp":
         faults.append(f'data_plane.mooncake.device {m.device!r} is of protocol = "rdma"')
+    if m.master and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", m.master):
+        faults.append(f'data_plane.mooncake.master {m.master!r} is not of the form host:port, as "10.0.0.1:50051"')
     segments = cfg.rollout.num_workers if m.storage == "own" else m.processes
     if d.backend == "mooncake" and m.replicas > segments and not m.master:
         faults.append(f"data_plane.mooncake.replicas {m.replicas} copies need as many segments, and {m.storage!r} storage has {segments}")

@@ -127,6 +127,9 @@ def preflight(cfg: Config) -> tuple[Prompts, dict[str, Prompts]]:
     if cfg.weights.delta and attempt("", server_dtype, cfg) == "float32":
         what = "weights.delta saves nothing with servers in float32: a step changes nearly every element"
         faults.append(f'{what}; set train.dtype or vllm.dtype = "bfloat16", or leave it out')
+    shm = {"weights.transport": cfg.weights.transport, "data_plane.backend": cfg.data_plane.backend}
+    if (named := [k for k, v in shm.items() if v == "shm"]) and not cfg.offline and not os.access("/dev/shm", os.W_OK):
+        faults.append(f'{", ".join(named)} = "shm": /dev/shm is missing or read-only; mount it, or set weights.transport = "file", data_plane.backend = "ray"')
     if cfg.weights.transport == "nccl" and not cfg.offline:
         lacks = "the vLLM here is built for the CPU" if on_cpu() else ""
         if not lacks and not cfg.ray.address and not import_module("torch").cuda.is_available():  # seconds to import

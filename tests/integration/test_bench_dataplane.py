@@ -46,7 +46,9 @@ def test_through_the_controller_and_past_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--paths", "shn"], "no path 'shn' (valid: "),
+        (["--paths", "shn", "-m", "0", "--rounds", "-1", "--cells", "text2k:2"], "no path 'shn', of lists, json"),
+        (["-m", "0", "--rounds", "-1", "--cells", "text2k:2"], "-m 0: at least 1; --rounds -1: at least 1; text2k:2 for 0 producers and 4 consumers"),
+        (["--read", "missing"], "--read missing: [Errno 2] No such file or directory"),
         (["--cells", "video:3"], "no cell 'video:3' (as text2k:64"),
         (["--cells", "pixels:1000000"], "GB of memory are free, the largest cell wants"),
     ],

@@ -1,6 +1,7 @@
 """What --dry-run must see of the model folder and the machine, before anything starts and without importing torch or transformers."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -126,6 +127,17 @@ def test_every_fault_of_everything_at_once(tmp_path: Path) -> None:
     assert len(lines) == 6, lines
     for word in ("config.json holds list", "model.safetensors: damaged", "tokenizer.json", "algo.ref_model = 'no/such': no model folder", "no.such", "xxx"):
         assert sum(word in line for line in lines) == 1, word
+
+
+def test_shared_memory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path / "m")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/dev/shm" and access(path, mode))
+    (line,) = faults(tmp_path)
+    assert 'weights.transport, data_plane.backend = "shm": /dev/shm is missing or read-only' in line
+    (line,) = faults(tmp_path, weights={"transport": "file"})
+    assert 'data_plane.backend = "shm": /dev/shm' in line and "weights.transport, " not in line
+    assert faults(tmp_path, weights={"transport": "file"}, data_plane={"backend": "ray"}) == []
 
 
 @pytest.mark.parametrize("path", ["no/such", "", "a\0b", "x" * 299, "/dev/null", "/proc/1/mem"])
