@@ -32,9 +32,7 @@ class Policy:
         if rng.random() < 0.3:
             calls.append(("read", {"path": f"{word} again"}))
         if kind < 0.5:
-            text = said(
-                self.family, rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else ""
-            )
+            text = said(rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else "")
         elif kind < 0.6:
             text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{word}" </tool_call>'
         else:
@@ -134,7 +132,7 @@ async def rollout(g, http, engine, rng, number):
         if rng.random() < 0.15:
             clients.append(Client(http, url, rng, f"another agent {number} {len(clients)}", engine))
         await asyncio.gather(*(c.step() for c in clients))
-    await asyncio.gather(*(task for _, task, _ in s.asked.values()), return_exceptions=True)  # those whose client has left
+    await asyncio.gather(*(task for _, task in s.asked.values()), return_exceptions=True)  # those whose client has left
     metrics = s.metrics()
     return s.finish(), metrics, set().union(*(c.got for c in clients))
 

@@ -77,6 +77,7 @@ class Turn:
     ended: bool = True  # the model ended it with a token, which is in output_ids
     fork: bool = False  # its prompt repeats what the session has as tokens already
     delivered: bool = False
+    ended_at: float = 0.0  # by time.monotonic
 
     def path(self) -> list[Turn]:
         """This turn and those before it, oldest first."""
@@ -165,7 +166,7 @@ class Session:
         self.turns: list[Turn] = []  # delivered ones, in that order
         self.index: dict[str, Turn] = {}  # all that were sampled
         self.texts: dict[str, Turn] = {}  # those that have no id the client could echo, by history and text
-        self.asked: dict[str, tuple[Turn, asyncio.Task[Turn], float]] = {}  # by digest of the request: running ones, and those just answered
+        self.asked: dict[str, tuple[Turn, asyncio.Future[Turn]]] = {}  # by digest of the request: running ones, and those just answered
         self.slots = asyncio.Semaphore(self.limits.max_concurrency)
         self.requests = self.sampled = self.retries = self.edited = self.images = 0
         self.reward: Any = None
@@ -249,27 +250,24 @@ class Session:
         self.deliver(turn)
         return turn
 
-    def ask(self, asked: Asked, key: str) -> tuple[Turn, asyncio.Task[Turn]]:
+    def ask(self, asked: Asked, key: str) -> tuple[Turn, asyncio.Future[Turn]]:
         """Begin a turn, or join the one that the same request (`key`, if any) began. Raises: Refused."""
         now = time.monotonic()
-        for old in [k for k, (_, t, at) in self.asked.items() if t.done() and now - at > self.limits.retry_window]:
-            del self.asked[old]
+        self.asked = {k: v for k, v in self.asked.items() if not v[0].delivered or now - v[0].ended_at < self.limits.retry_window}
         if self.state != "open":
             raise Refused(409, "the session is closed", "session_closed")
         if key in self.asked:
-            turn, task, _ = self.asked[key]
+            turn, task = self.asked[key]
             if not (task.done() and (task.cancelled() or task.exception())):
                 self.retries += 1
                 return turn, task
         if self.requests >= self.limits.max_requests:
             raise Refused(400, f"this session has made its {self.limits.max_requests} requests (gateway.max_requests)", "budget_exceeded")
-        if self.sampled >= self.limits.max_tokens:
-            raise Refused(400, f"this session has sampled its {self.limits.max_tokens} tokens (gateway.max_tokens)", "budget_exceeded")
         self.requests += 1
         turn = Turn(secrets.token_hex(12), key=key)
         task = asyncio.create_task(self._run(turn, asked))
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # whoever asked may be gone
-        self.asked[key or turn.id] = (turn, task, now)
+        self.asked[key or turn.id] = turn, task
         return turn, task
 
     async def _run(self, turn: Turn, asked: Asked) -> Turn:
@@ -277,8 +275,8 @@ class Session:
             start = time.monotonic()
             await self._prepare(turn, asked)
             await self.gateway.sample(self, turn, asked)
-            turn.seconds = time.monotonic() - start
-        self.sampled += len(turn.output_ids)
+            turn.ended_at = time.monotonic()
+            turn.seconds = turn.ended_at - start
         self.adopt(turn)
         self.gateway.write({"e": "turn", "session": self.id, "turn": turn.to_dict()})
         return turn
@@ -356,7 +354,7 @@ class Session:
     def _close(self, state: str) -> list[Trajectory]:
         if self.state == "open":
             self.state = state
-            for _, task, _ in self.asked.values():
+            for _, task in self.asked.values():
                 task.cancel()
             self.asked.clear()
             self.gateway.forget(self)
@@ -369,6 +367,13 @@ def minted(text: Any) -> str | None:
     return m[1] if m else None
 
 
-def _said(message: dict[str, Any]) -> str:
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    return f"{str(message.get('content') or '').strip()} {calls}"
+def _said(message: dict[str, Any]) -> tuple[str, list[Any]]:
+    calls = [(c["function"]["name"], loaded(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
+    return str(message.get("content") or "").strip(), calls
+
+
+def loaded(arguments: Any) -> Any:
+    try:
+        return orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    except orjson.JSONDecodeError:
+        return arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
 import zlib
@@ -25,6 +26,7 @@ from vime.errors import VimeError, said
 from vime.rollout.http import EngineClient, EngineDown
 from vime.sections import GatewayConfig
 
+log = logging.getLogger("vime.gateway")
 PATHS = {
     "/v1/messages": wire_anthropic,
     "/v1/messages/count_tokens": wire_anthropic,
@@ -57,6 +59,7 @@ class Gateway:
         self.model, self.context = model, context
         self.parsing: EngineClient | None = None  # the server whose parsers are used
         self.timeout, self.secret = 600.0, secrets.token_hex(24)
+        self.sampling: dict[str, Any] | None = None  # of sessions that are not given their own
         self.sessions: dict[str, Session] = {}  # open ones, by id and by token
         self.journal: Journal | None = None
         self.port = self.control_port = 0
@@ -72,7 +75,7 @@ class Gateway:
         limits, client = limits or GatewayConfig(), EngineClient(engine)
         try:
             served = (await client.models() or [{}])[0]
-            context = context or served.get("max_model_len")
+            context = context or served.get("max_model_len")  # a router may not say
             if not context:
                 raise VimeError(f"{engine} does not say how long a context may be", "give context (--context)")
             tokenizer = await asyncio.to_thread(Tokenizer, model)
@@ -104,8 +107,9 @@ class Gateway:
             setattr(self, name, runner.addresses[0][1])
 
     def session(self, *, sampling: dict[str, Any] | None = None, metadata: Any = None, limits: dict[str, Any] | None = None) -> Session:
-        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its max_tokens and stop apart).
+        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its smaller max_tokens and its stop apart).
         Raises: ValueError for `limits` (keys of [gateway]) that are none."""
+        sampling = self.sampling if sampling is None else sampling
         s = self.enrol(Session(self, sampling=sampling, metadata=metadata), limits)
         self.write({"e": "session", "session": s.id, "token": s.token, "sampling": sampling, "metadata": metadata, "limits": limits})
         return s
@@ -133,7 +137,7 @@ class Gateway:
     async def close(self) -> None:
         """Stop listening; running requests end. Sessions of a journal are there again when it is opened."""
         for s in set(self.sessions.values()):
-            for _, task, _ in s.asked.values():
+            for _, task in s.asked.values():
                 task.cancel()
         for runner in self._runners:
             await runner.cleanup()
@@ -146,15 +150,25 @@ class Gateway:
     # ---- one turn
 
     async def sample(self, session: Session, turn: Turn, asked: Asked) -> None:
-        """Fill in `turn`, whose prompt is known. What the server aborts goes on where it was. Raises: Refused (context), EngineDown, VimeError."""
-        prompt, got = turn.prompt(), turn.output_ids
+        """Fill in `turn`, whose prompt is known. Raises: Refused (context, budget), EngineDown, VimeError."""
+        prompt = turn.prompt()
         room = self.context - len(prompt)
         if room <= 0:
             raise Refused(400, f"prompt is too long: {len(prompt)} tokens > {self.context - 1} maximum", "context_length_exceeded")
         own = {k: v for k, v in asked.params.items() if session.sampling is None or k in ("stop", "max_tokens")}
         params = {"temperature": 1.0} | own | (session.sampling or {})
-        most = min([room, session.limits.max_tokens - session.sampled, *(int(p["max_tokens"]) for p in (own, params) if "max_tokens" in p)])
-        c = None
+        asks = [int(p["max_tokens"]) for p in (own, params) if "max_tokens" in p]
+        most = min(room, session.limits.max_tokens - session.sampled, *asks)
+        if most <= 0:
+            raise Refused(400, f"this session has sampled its {session.limits.max_tokens} tokens (gateway.max_tokens)", "budget_exceeded")
+        reason = await self._sample(session, turn, prompt, params, most)
+        session.sampled += len(turn.output_ids)
+        turn.ended = turn.finish_reason == "stop" and not isinstance(reason, str)
+        turn.message = await self._message(turn, asked, prompt[-256:])
+
+    async def _sample(self, session: Session, turn: Turn, prompt: list[int], params: dict[str, Any], most: int) -> int | str | None:
+        """Up to `most` tokens, their logprobs and versions; returns what stopped them. What the server aborts goes on where it was."""
+        c, got = None, turn.output_ids
         while c is None or (c.finish_reason == "abort" and len(got) < most):
             await asyncio.sleep(IDLE if c and not c.token_ids else 0)
             left = {"max_tokens": most - len(got)}
@@ -164,9 +178,8 @@ class Gateway:
             turn.versions += c.versions
             if c.sampling_mask is not None:
                 turn.sampling_mask = (turn.sampling_mask or []) + c.sampling_mask
-        turn.finish_reason, reason = "length" if c.finish_reason == "abort" else c.finish_reason, c.stop_reason
-        turn.ended = turn.finish_reason == "stop" and not isinstance(reason, str)
-        turn.message = await self._message(turn, asked, prompt[-256:])
+        turn.finish_reason = "length" if c.finish_reason == "abort" else c.finish_reason
+        return c.stop_reason
 
     async def _message(self, turn: Turn, asked: Asked, prompt: list[int]) -> dict[str, Any]:
         decode = self.tokenizer.decode
@@ -218,6 +231,9 @@ class Gateway:
             return _failed(wire, Refused(413, f"the request has more than {self.limits.max_body} bytes (gateway.max_body)", "request_too_large"))
         except VimeError as e:
             return _failed(wire, e)
+        except Exception as e:  # whatever it is, the client gets it in its provider's form, and may try again
+            log.exception("%s %s", request.method, path)
+            return _failed(wire, Refused(500, f"the Gateway failed: {said(e)}", "server_error"))
 
     def _described(self, path: str) -> dict[str, Any]:
         if path == "/":
@@ -316,7 +332,7 @@ class Gateway:
             return web.json_response({"error": str(e)}, status=_status(e) if isinstance(e, VimeError) else 400)
 
 
-def _check(task: asyncio.Task[Turn]) -> None:
+def _check(task: asyncio.Future[Turn]) -> None:
     if task.cancelled():
         raise Refused(409, "the session is closed", "session_closed")
     task.result()
