@@ -1,6 +1,6 @@
 """What a local sandbox costs: time to make one and run its first command, to run another, to end it; and N at once.
 
-    python benchmarks/sandbox.py [--n 30] [--at-once 100] [--json]
+python benchmarks/sandbox.py [--n 30] [--at-once 100] [--json]
 """
 
 import argparse
