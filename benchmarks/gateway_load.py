@@ -173,12 +173,13 @@ async def measure(args: argparse.Namespace, proxy: Proxy, http: aiohttp.ClientSe
             took = time.perf_counter() - start
         errors += load.errors
         ways[way].append((statistics.median(load.seconds), len(load.seconds) / took))
-    for way, rounds in ways.items():
+    for way, rounds in ways.items() if args.rounds else ():
         p50, rate = (statistics.median(x) for x in zip(*rounds))
         table.add_row(f"{way}, {args.at_once} sessions: p50 (ms), turns/s", f"{1000 * p50:.1f}, {rate:.1f}")
     pairs = list(zip(ways["gateway"], ways["direct"]))
-    table.add_row("added to p50 (ms)", f"{1000 * statistics.median(g[0] - d[0] for g, d in pairs):.1f}")
-    table.add_row("throughput kept", f"{statistics.median(g[1] / d[1] for g, d in pairs):.3f}")
+    if args.rounds:
+        table.add_row("added to p50 (ms)", f"{1000 * statistics.median(g[0] - d[0] for g, d in pairs):.1f}")
+        table.add_row("throughput kept", f"{statistics.median(g[1] / d[1] for g, d in pairs):.3f}")
     Console().print(table)
     for e in errors[:5]:
         print(e)

@@ -307,6 +307,7 @@ def test_journal_survives_a_crash(folder, tmp_path):
             assert again.metadata == {"k": 1} and [t.id for t in again.turns] == [t.id for t in kept.turns] and again.sampled == kept.sampled
             assert (await post(f"http://127.0.0.1:{other.port}/v1/chat/completions", body, kept.token))[0] == 200
             assert again.turns[-1].parent is again.turns[0] and lost.id in again.index
+            assert again.ask(*asked_for(again, []))[0] is again.index[lost.id] and again.requests == 3, "a retry is joined, also now"
             assert again.metrics()["agent/undelivered_tokens"] == len(lost.output_ids)
             check(engine, again.finish())
         finally:

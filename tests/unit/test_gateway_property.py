@@ -32,9 +32,7 @@ class Policy:
         if rng.random() < 0.3:
             calls.append(("read", {"path": f"{word} again"}))
         if kind < 0.5:
-            text = said(
-                self.family, rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else ""
-            )
+            text = said(rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else "")
         elif kind < 0.6:
             text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{word}" </tool_call>'
         else:

@@ -74,7 +74,7 @@ class Gateway:
         limits, client = limits or GatewayConfig(), EngineClient(engine)
         try:
             served = (await client.models() or [{}])[0]
-            context = context or served.get("max_model_len")
+            context = context or served.get("max_model_len")  # a router may not say
             if not context:
                 raise VimeError(f"{engine} does not say how long a context may be", "give context (--context)")
             tokenizer = await asyncio.to_thread(Tokenizer, model)
@@ -330,7 +330,7 @@ class Gateway:
             return web.json_response({"error": str(e)}, status=_status(e) if isinstance(e, VimeError) else 400)
 
 
-def _check(task: asyncio.Task[Turn]) -> None:
+def _check(task: asyncio.Future[Turn]) -> None:
     if task.cancelled():
         raise Refused(409, "the session is closed", "session_closed")
     task.result()
