@@ -33,7 +33,7 @@ GRACE = 1.0  # seconds that a command which ran out of time has to end after SIG
 class SandboxSpec:
     """What a sandbox is to be. `base` is a host folder which the work folder starts as (copied on write; None: empty); `binds` are host
     paths shown read-only at a path inside; `protected` are globs below the work folder that can't be written; `sockets` maps a port of the
-    sandbox's loopback interface to one of the host's: the only way out where `network` is false."""
+    sandbox's loopback interface to one of the host's: the only way out where `network` is false (with it all of them are seen as they are)."""
 
     kind: str = "local"  # or docker:IMAGE, podman:IMAGE, module:function
     base: str | None = None
@@ -78,6 +78,8 @@ class Running:
 
 class Sandbox:
     """What tasks, tools and harnesses know of a sandbox. A kind of its own gives `start`, `stop`, and `begin`, which makes it."""
+
+    own = 2  # processes that `killall` leaves: process 1, and what asks
 
     def __init__(self, spec: SandboxSpec):
         self.spec, self.workdir, self._first = spec, spec.workdir, {}  # type: ignore[var-annotated]
@@ -182,7 +184,7 @@ class Sandbox:
 
     async def killall(self) -> None:
         """End every process of the agent's, also what has left its session."""
-        await self.exec(["sh", "-c", "kill -9 -1"], timeout=10)
+        await self.exec(["sh", "-c", f"until kill -9 -1; set -- /proc/[0-9]*; [ $# -le {self.own} ]; do sleep 0.01; done"], timeout=10)
 
     async def manifest(self) -> dict[str, str]:
         """{path below the work folder: digest, or what it links to}."""
