@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import secrets
 import statistics
 import sys
 import tempfile
@@ -55,7 +56,8 @@ class Load:
         self.errors: list[str] = []
 
     async def session(self, url: str, headers: dict[str, str], model: str, **more: Any) -> None:
-        messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "fix it"}]
+        first = f"{secrets.token_hex(8)}: {SYSTEM}"  # of its own, or sessions would share what the server has cached
+        messages: list[Any] = [{"role": "system", "content": first}, {"role": "user", "content": "fix it"}]
         for k in range(self.turns):
             body = {"model": model, "messages": messages, "tools": TOOLS, "max_tokens": self.tokens, "temperature": 1.0} | more
             start = time.perf_counter()
@@ -70,7 +72,10 @@ class Load:
             self.seconds.append(time.perf_counter() - start)
             m = got["choices"][0]["message"]
             calls = m.get("tool_calls") or []
-            messages.append({x: m[x] for x in ("role", "content", "tool_calls") if m.get(x)} | {"content": m.get("content") or ""})
+            messages.append(
+                {x: m[x] for x in ("role", "content", "tool_calls") if m.get(x)}
+                | {"content": m.get("content") or (more and m.get("reasoning")) or ""}
+            )
             messages += [{"role": "tool", "tool_call_id": c["id"], "content": RESULT} for c in calls] or [{"role": "user", "content": f"go on, {k}"}]
 
     async def tokens_in(self, url: str, prompts: list[list[int]]) -> None:

@@ -56,6 +56,20 @@ def test_recordings_are_trained_whole(file, folder):
     assert got["agent/rows"] == {"claude_code_subagents": 3, "claude_code_compaction": 3, "codex_compaction": 3}.get(file.stem, 1)
 
 
+def test_gemini_is_trained_whole(folder):
+    """As its CLI does: thoughts are dropped from the echo, calls get a signature of the client's own."""
+    ask = {"role": "user", "parts": [{"text": "fix it"}]}
+    call = {"functionCall": {"id": "a1", "name": "read", "args": {"path": "calc.py"}}, "thoughtSignature": "skip_thought_signature_validator"}
+    result = {"role": "user", "parts": [{"functionResponse": {"id": "a1", "name": "read", "response": {"output": "text"}}}]}
+    told = [ask, {"role": "model", "parts": [{"text": "I read."}, call]}, result, {"role": "model", "parts": [{"text": "All is well."}]}, ask]
+    bodies = [{"contents": told[:n], "systemInstruction": {"parts": [{"text": "about"}]}, "generationConfig": {"temperature": 1}} for n in (1, 3, 5)]
+    paths = [f"/v1beta/models/m:{a}" for a in ("streamGenerateContent", "generateContent", "streamGenerateContent")]
+    headers = {"x-goog-api-key": "<token>"}
+    posts = [{"method": "POST", "path": p, "query": "alt=sse", "headers": headers, "body": b} for p, b in zip(paths, bodies)]
+    got = asyncio.run(replay(posts, folder))
+    assert got["agent/trainable_fraction"] == 1.0 and got["agent/rows"] == 1 and got["agent/turns"] == 3 and got["agent/echo_edited"] == 0
+
+
 def test_rows_become_samples(folder):
     async def go(g, engine):
         s = g.session()

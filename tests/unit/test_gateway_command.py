@@ -69,6 +69,8 @@ def test_a_worker_has_one_that_listens(tmp_path):
         one, two = await asyncio.gather(opened(cfg), opened(cfg))
         assert one is two and one.port and one.context == cfg.rollout.max_context_len
         assert (await one.session().turn([{"role": "user", "content": "a"}])).message["content"] == "hi"
+        asked = engine.requests[0]["sampling_params"]
+        assert asked["temperature"] == cfg.rollout.temperature and asked["max_tokens"] == cfg.rollout.max_response_len
         await one.close()
         await engine.stop()
 

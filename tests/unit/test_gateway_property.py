@@ -128,7 +128,7 @@ async def rollout(g, http, engine, rng, number):
     http.headers["Authorization"] = f"Bearer {s.token}"
     url = g.base_url(s) + "/chat/completions"
     clients = [Client(http, url, rng, f"system {number}", engine)]
-    for _ in range(rng.randrange(2, 6)):
+    for _ in range(rng.randrange(2, 5)):
         if rng.random() < 0.15:
             clients.append(Client(http, url, rng, f"another agent {number} {len(clients)}", engine))
         await asyncio.gather(*(c.step() for c in clients))

@@ -367,6 +367,13 @@ def minted(text: Any) -> str | None:
     return m[1] if m else None
 
 
-def _said(message: dict[str, Any]) -> str:
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    return f"{str(message.get('content') or '').strip()} {calls}"
+def _said(message: dict[str, Any]) -> tuple[str, list[Any]]:
+    calls = [(c["function"]["name"], loaded(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
+    return str(message.get("content") or "").strip(), calls
+
+
+def loaded(arguments: Any) -> Any:
+    try:
+        return orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    except orjson.JSONDecodeError:
+        return arguments

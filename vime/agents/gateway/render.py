@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from vime.agents.gateway.record import PRIVATE, Turn
+from vime.agents.gateway.record import PRIVATE, Turn, loaded
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError, said
 
@@ -152,12 +152,5 @@ def _given(message: dict[str, Any]) -> dict[str, Any]:
     """As templates want a message: content is a string, arguments are an object."""
     out = {k: v for k, v in message.items() if k not in PRIVATE} | {"content": message.get("content") or ""}
     if out.get("tool_calls"):
-        out["tool_calls"] = [c | {"function": c["function"] | {"arguments": _object(c["function"].get("arguments"))}} for c in out["tool_calls"]]
+        out["tool_calls"] = [c | {"function": c["function"] | {"arguments": loaded(c["function"].get("arguments"))}} for c in out["tool_calls"]]
     return out
-
-
-def _object(arguments: Any) -> Any:
-    try:
-        return orjson.loads(arguments) if isinstance(arguments, str) else arguments
-    except orjson.JSONDecodeError:
-        return arguments

@@ -59,6 +59,7 @@ class Gateway:
         self.model, self.context = model, context
         self.parsing: EngineClient | None = None  # the server whose parsers are used
         self.timeout, self.secret = 600.0, secrets.token_hex(24)
+        self.sampling: dict[str, Any] | None = None  # of sessions that are not given their own
         self.sessions: dict[str, Session] = {}  # open ones, by id and by token
         self.journal: Journal | None = None
         self.port = self.control_port = 0
@@ -106,8 +107,9 @@ class Gateway:
             setattr(self, name, runner.addresses[0][1])
 
     def session(self, *, sampling: dict[str, Any] | None = None, metadata: Any = None, limits: dict[str, Any] | None = None) -> Session:
-        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its max_tokens and stop apart).
+        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its smaller max_tokens and its stop apart).
         Raises: ValueError for `limits` (keys of [gateway]) that are none."""
+        sampling = self.sampling if sampling is None else sampling
         s = self.enrol(Session(self, sampling=sampling, metadata=metadata), limits)
         self.write({"e": "session", "session": s.id, "token": s.token, "sampling": sampling, "metadata": metadata, "limits": limits})
         return s
