@@ -83,8 +83,9 @@ class SweRex(Remote):
             raise VimeError("sandbox: there is no SWE-ReX", "pip install swe-rex") from e
         host, port, token = self.spec.options
         self.runtime = RemoteRuntime(host=f"http://{host}", port=int(port), auth_token=token)
-        if not await self.runtime.is_alive():
-            raise VimeError(f"sandbox: nothing answers at {host}:{port}", "swerex-remote --auth-token TOKEN")
+        if not (alive := await self.runtime.is_alive(timeout=20)):
+            why = (alive.message.strip().splitlines() or ["?"])[-1]
+            raise VimeError(f"sandbox: no SWE-ReX at {host}:{port}: {why}", "swerex-remote --auth-token TOKEN")
         await self.fill()
 
     async def once(self, argv, cwd, env, timeout, stdin):

@@ -102,16 +102,14 @@ class Sandbox:
         stdin: bytes | None = None, max_output: int = 1 << 20,
     ) -> Result:  # fmt: skip
         """Run a command to its end, or for `timeout` seconds (the spec's by default); then it and its descendants are killed."""
-        began, kept, room = time.monotonic(), [], max_output
+        began, kept, seen = time.monotonic(), [], 0
         run = await self.start(argv, cwd or self.workdir, self.spec.env | (env or {}))
-        truncated = False
 
         async def pump(stream: asyncio.StreamReader, which: int) -> None:
-            nonlocal room, truncated
+            nonlocal seen
             while chunk := await stream.read(1 << 16):
-                truncated = truncated or len(chunk) > room
-                kept.append((which, chunk[:room]))
-                room -= len(chunk[:room])
+                kept.append((which, chunk[: max(0, max_output - seen)]))
+                seen += len(chunk)
 
         async def feed() -> None:
             with contextlib.suppress(ConnectionError):
@@ -128,13 +126,16 @@ class Sandbox:
         finally:
             if code is None:
                 await run.kill()
-            await asyncio.wait(tasks[:2], timeout=0.2)  # not longer: something that still runs may hold the pipes
+            before = -1
+            while seen > before:  # something that still runs may hold the pipes: its silence is the end
+                before = seen
+                await asyncio.wait(tasks[:2], timeout=0.2)
             for task in tasks:
                 task.cancel()
             run.close()
         out, err = (b"".join(c for w, c in kept if w == which) for which in (1, 2))
         text = b"".join(c for _, c in kept).decode(errors="replace")
-        return Result(code, text, out, err, code is None, truncated, time.monotonic() - began)
+        return Result(code, text, out, err, code is None, seen > max_output, time.monotonic() - began)
 
     async def shell(self) -> "Shell":
         return Shell(self)
@@ -165,15 +166,15 @@ class Sandbox:
 
     async def download(self, path: str, host: str) -> None:
         """A file, or what is in a folder; unpacked by GNU tar, which writes nothing outside of `host` whatever the agent has linked."""
-        script = 'if [ -d "$1" ]; then printf d; tar -c -C "$1" .; else printf f; cat -- "$1"; fi'
-        data = await self._must(f"download {path}", ["sh", "-c", script, "sh", path])
-        os.makedirs(host if data[:1] == b"d" else os.path.dirname(os.path.abspath(host)), exist_ok=True)
-        if data[:1] == b"f":
+        packed = await self.exec(["tar", "-c", "-C", path, "."], max_output=1 << 34, timeout=max(600, self.spec.timeout_s))
+        if packed.code:
+            data = await self.read(path)
             with open(host, "wb") as f:
-                f.write(data[1:])
+                f.write(data)
             return
+        os.makedirs(host, exist_ok=True)
         command = ["tar", "-x", "--no-same-owner", "--no-same-permissions", "-C", host]
-        done = await asyncio.to_thread(subprocess.run, command, input=data[1:], stderr=subprocess.PIPE)
+        done = await asyncio.to_thread(subprocess.run, command, input=packed.stdout, stderr=subprocess.PIPE)
         if done.returncode:
             raise VimeError(f"sandbox: cannot unpack {path} to {host}: {done.stderr.decode(errors='replace').strip()[-300:]}")
 
@@ -248,16 +249,8 @@ class Shell:
             await self.close()
             self._text += b"\n[the shell has ended; the next command gets a new one]"
         text, self._text = self._text, b""
-        out = text[:max_output]
-        return Result(
-            None if timed_out else code,
-            out.decode(errors="replace"),
-            out,
-            b"",
-            timed_out,
-            self._cut or len(text) > max_output,
-            time.monotonic() - began,
-        )
+        cut, out, seconds = self._cut or len(text) > max_output, text[:max_output], time.monotonic() - began
+        return Result(None if timed_out else code, out.decode(errors="replace"), out, b"", timed_out, cut, seconds)
 
     async def close(self) -> None:
         if run := self._run:

@@ -163,9 +163,11 @@ class Box:
 
         def copy(source: socket.socket, to: socket.socket) -> None:
             with contextlib.suppress(OSError):
-                while data := source.recv(1 << 16):
-                    to.sendall(data)
-                to.shutdown(socket.SHUT_WR)
+                try:
+                    while data := source.recv(1 << 16):
+                        to.sendall(data)
+                finally:
+                    to.shutdown(socket.SHUT_WR)
 
         def serve(server: socket.socket, port: int) -> None:
             while True:

@@ -19,19 +19,7 @@ from vime.procs import born
 
 HOME = "/home/agent"
 ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
-ETC = (
-    "alternatives",
-    "ca-certificates",
-    "chromium.d",
-    "fonts",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "magic",
-    "mime.types",
-    "ssl",
-)
+ETC = "alternatives ca-certificates chromium.d fonts ld.so.cache ld.so.conf ld.so.conf.d localtime magic mime.types ssl".split()  # noqa: SIM905
 NUMBERS = itertools.count()
 _zygote: dict[int, str] = {}  # pid of the process that has it (a fork needs its own) -> its socket
 
