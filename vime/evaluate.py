@@ -25,7 +25,7 @@ from vime.errors import VimeError, nearest, said
 from vime.hooks import Args
 from vime.observe.evals import standard_error
 from vime.sample import Sample
-from vime.sections import AgentConfig, EndpointConfig, Section
+from vime.sections import AgentConfig, EndpointConfig, GatewayConfig, Section
 
 SILENT = ("gold", "noop")  # agents that do nothing: what is graded is the task's own answer, or none
 
@@ -38,6 +38,7 @@ class EvalFile(Section):
     model: EndpointConfig
     data: DataConfig
     agent: AgentConfig
+    gateway: GatewayConfig = GatewayConfig()
     n_samples: int = Field(1, ge=1, description="episodes of each row")
     parallel: int = Field(8, ge=1, description="episodes at once")
     solved: float = Field(1.0, description="reward from which on an episode counts as solved")
@@ -109,7 +110,7 @@ async def player(cfg: EvalFile) -> AsyncIterator[Callable[[Any, list[Tool], Samp
             act = silent if a.agent in SILENT else react(partial(ask, http, m), a)
             yield lambda task, tools, s: run_episode(act, task, tools, s, a)
         return
-    gateway = await Gateway.open(m.url.rstrip("/").removesuffix("/v1"), str(m.folder), timeout=m.timeout)
+    gateway = await Gateway.open(m.url.rstrip("/").removesuffix("/v1"), str(m.folder), cfg.gateway, timeout=m.timeout)
     await gateway.start()
 
     async def play(task: Any, tools: list[Tool], s: Sample) -> tuple[Episode, Any]:
