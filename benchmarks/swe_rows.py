@@ -201,6 +201,68 @@ for _n, _v in list(globals().items()):
             return _v(*a, **k)
         globals()[_n] = _wrap
 """,
+    "toggle each item's function from a thread": FRAMES
+    + """
+import functools, sys, threading
+def _toggle(session):
+    sys.setswitchinterval(1e-6)
+    pairs = []
+    while True:
+        if not pairs:
+            for item in list(getattr(session, "items", ())):
+                if item.nodeid in IDS and hasattr(item, "originalname"):
+                    real = item.obj
+                    pairs.append((item, real, functools.wraps(real)(lambda *a, **k: None)))
+        for item, real, fake in pairs:
+            item.obj = fake
+            item.obj = real
+for _f in _frames():
+    for _v in list(_f.f_locals.values()):
+        if type(_v).__name__ == "Session":
+            threading.Thread(target=_toggle, args=(_v,), daemon=True).start()
+""",
+    "items of its own kind": FRAMES
+    + """
+import pytest
+class Item(pytest.Item):
+    def runtest(self):
+        pass
+class Items(list):
+    def __iter__(self):
+        for item in list.__iter__(self):
+            yield Item.from_parent(item.parent, name=item.name) if item.nodeid in IDS else item
+    def __getitem__(self, n):
+        item = list.__getitem__(self, n)
+        return Item.from_parent(item.parent, name=item.name) if item.nodeid in IDS else item
+class Plug:
+    def pytest_collection_modifyitems(self, session, items):
+        items[:] = [Item.from_parent(i.parent, name=i.name) if i.nodeid in IDS else i for i in items]
+_config().pluginmanager.register(Plug())
+""",
+    "other parameters for each test": FRAMES
+    + """
+class Plug:
+    def pytest_collection_modifyitems(self, items):
+        for i in items:
+            if i.nodeid in IDS and hasattr(i, "callspec"):
+                i.callspec.params.clear()
+_config().pluginmanager.register(Plug())
+""",
+    "wrap each item's function": FRAMES
+    + """
+import functools, threading, time
+def _wrap(session):
+    for _ in range(500):
+        for item in list(getattr(session, "items", ())):
+            if item.nodeid in IDS and hasattr(item, "originalname"):
+                real = getattr(item.obj, "__func__", item.obj)
+                item.obj = functools.wraps(real)(lambda *a, **k: None)
+        time.sleep(0.002)
+for _f in _frames():
+    for _v in list(_f.f_locals.values()):
+        if type(_v).__name__ == "Session":
+            threading.Thread(target=_wrap, args=(_v,), daemon=True).start()
+""",
     "swap the test functions from a thread": """
 import sys, threading, time
 def _swap():

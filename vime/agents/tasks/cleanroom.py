@@ -24,6 +24,8 @@ swebench issues 538, 601, 631.
 
 import contextlib
 import ctypes
+import dis
+import functools
 import hashlib
 import importlib
 import inspect
@@ -48,7 +50,7 @@ DENIED = [
     "sys.monitoring.register_callback",
 ]
 DENIED += ["ctypes.string_at", "ctypes.wstring_at", "ctypes.cdata", "code.__new__"]
-GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "inspect", "types", "__main__")
+GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "inspect", "types", "dis", "functools", "__main__")
 Function = Caller = Subset = None  # pytest's item of a function, pluggy's callers of hooks: bound once pytest runs
 
 
@@ -132,7 +134,19 @@ def arm(given, out):
         frame = frame.f_back
     # names of builtins and of this module can be shadowed: what the hook calls is bound here
     blake, write, getframe, getpid, ident, kind_of, text, prop = hashlib.blake2b, os.write, sys._getframe, os.getpid, id, type, str, property
-    denied, read, built, every, group, code_type, pid, seq, busy, held = frozenset(DENIED), open, compile, codes, set, types.CodeType, os.getpid(), 0, False, {}
+    ours = (job["root"], *prefix)
+    denied, read, built, every, group, code_type, pid, seq, busy, held = (
+        frozenset(DENIED),
+        open,
+        compile,
+        codes,
+        set,
+        types.CodeType,
+        os.getpid(),
+        0,
+        False,
+        {},
+    )
 
     def send(kind, status, name):
         nonlocal seq
@@ -170,7 +184,7 @@ def arm(given, out):
             fault, status = None, "foreign"  # a test may patch what it likes, but not pass by it, and it must clean up
         for code in made if status == "passed" else ():
             path = code.co_filename if kind_of(code) is code_type else ""
-            if not path or (ident(code) not in known and (not path.startswith(job["root"]) or path in job["mine"] or not in_file(code))):
+            if not path or (ident(code) not in known and (not path.startswith(ours) or path in job["mine"] or not in_file(code))):
                 status = "foreign"
         if not fault:
             send(kind, status, name)
@@ -212,30 +226,56 @@ def status_of(item, exc):
     return "xfailed" if type(exc).__name__ == "XFailed" or item.get_closest_marker("xfail") else "failed"
 
 
-def ran(item):
-    """The code objects that make an item's result: of its test function, under its decorators, and of every hook around it. "" stands for one that
-    can't be named: machinery was replaced on the instance, or the function has another name. An item that is no function (a doctest) has none."""
-    impls = [i.function for name in ("setup", "call") for i in getattr(item.ihook, f"pytest_runtest_{name}").get_hookimpls()]
-    impls += [i.function for i in item.ihook.pytest_pyfunc_call.get_hookimpls()]
-    found = [f.__code__ if type(f) in (types.FunctionType, types.MethodType) else "" for f in impls]
+def reach(f, seen):
+    """The code objects that calling `f` can run, of itself and of all functions that it wraps or encloses; "" for what can't be named."""
+    f = getattr(f, "__func__", f)
+    while type(f) is functools.partial:
+        f = f.func
+    if id(f) in seen:
+        return
+    seen.append(id(f))
+    if type(f) is not types.FunctionType:
+        yield ""
+        return
+    cells = [c.cell_contents for c in f.__closure__ or () if c != types.CellType()]  # an empty one has no contents
+    made = "hypothesis" in f.__dict__ and f.__code__.co_freevars == ("f",) and not f.__code__.co_names and f.__code__.co_consts == (None,)
+    if not (made and any("CALL" in i.opname for i in dis.get_instructions(f.__code__))):  # else hypothesis made it: it calls what it encloses
+        yield f.__code__
+    for g in [f.__dict__.get("__wrapped__"), getattr(f.__dict__.get("hypothesis"), "inner_test", None), *cells]:
+        if type(g) in (types.FunctionType, types.MethodType, functools.partial):
+            yield from reach(g, seen)
+
+
+def test_code(f, name):
+    """All that `f` runs, if one of it has the test's name."""
+    found = tuple(reach(f, []))
+    return found if any(c and c.co_name == name for c in found) else ("",)
+
+
+def around(item):
+    """The code objects of every hook there is, and of the item's kind; "" where the machinery was replaced on the instance."""
+    impls = [i.function for h in vars(item.config.hook).values() for i in h.get_hookimpls()]
     hooks = [type(h) for h in vars(item.ihook).values() if callable(h)]
-    if any(callable(getattr(type(item), n, None)) for n in vars(item)) or not set(hooks) <= {Caller, Subset}:
-        found.append("")
-    if isinstance(item, Function):
-        f = inspect.unwrap(getattr(item.obj, "__func__", item.obj))
-        f = getattr(getattr(f, "hypothesis", None), "inner_test", f)
-        code = getattr(inspect.unwrap(getattr(f, "func", f)), "__code__", None)
-        found.append(code if code is not None and item.nodeid.split("::")[-1].split("[")[0] == code.co_name else "")
-    return tuple(found)
+    odd = (
+        type(type(item)) is not type(Function)
+        or any(callable(getattr(type(item), n, None)) for n in vars(item))
+        or not set(hooks) <= {Caller, Subset}
+    )
+    impls += [f for c in type.mro(type(item)) for f in vars(c).values() if type(f) is types.FunctionType]  # a kind of item of the agent's own
+    return tuple(f.__code__ if type(f) in (types.FunctionType, types.MethodType) else "" for f in impls) + ("",) * odd
 
 
 class Reporter:
     """The pytest plugin. Each test gives three records, `begin`, `call` and `test`; it passed if all say so."""
 
-    def __init__(self, given, out, wrap):
+    def __init__(self, given, out, wrap, first, unittest):
         self.given, self.out, self.ids, self.bad = given, out, {}, set()
+        for case in (unittest.TestCase, unittest.IsolatedAsyncioTestCase):
+            real = case._callTestMethod
+            case._callTestMethod = lambda own, method, real=real: self.begin(method, own._testMethodName) or real(own, method)
         for name in ("load_initial_conftests", "runtest_setup", "runtest_call", "runtest_teardown", "runtest_protocol"):
             wrap(getattr(type(self), "pytest_" + name))
+        first(type(self).pytest_pyfunc_call)
 
     def pytest_load_initial_conftests(self, early_config):
         pm = early_config.pluginmanager
@@ -243,9 +283,8 @@ class Reporter:
         if hasattr(legacy, "pytest_load_initial_conftests"):
             legacy.pytest_load_initial_conftests(early_config)
         call = "pytest_runtest_call"
-        globals().update(
-            Function=sys.modules["pytest"].Function, Caller=type(getattr(pm.hook, call)), Subset=type(pm.subset_hook_caller(call, [self]))
-        )
+        found = {"Caller": type(getattr(pm.hook, call)), "Subset": type(pm.subset_hook_caller(call, [self]))}
+        globals().update(found, Function=sys.modules["pytest"].Function)
         job, self.mark = arm(self.given, self.out)
         sys.path[:0] = [os.path.join(job["root"], p) for p in job["paths"]]
         yield
@@ -259,10 +298,24 @@ class Reporter:
     def pytest_runtest_setup(self, item):
         self.note(item, (yield))
 
+    def begin(self, f, name):
+        sys.audit(self.mark, "begin", "passed", self.now, test_code(f, name))
+
     def pytest_runtest_call(self, item):
-        sys.audit(self.mark, "begin", "passed", item.nodeid, ran(item))
+        self.now, f = item.nodeid, getattr(item, "obj", None)
+        if not isinstance(item, Function) or inspect.iscoroutinefunction(f):
+            sys.audit(self.mark, "begin", "passed", self.now, test_code(f, f.__name__) if isinstance(item, Function) else ())
         outcome = yield
-        sys.audit(self.mark, "call", status_of(item, outcome.excinfo), item.nodeid, ran(item))
+        sys.audit(self.mark, "call", status_of(item, outcome.excinfo), item.nodeid, around(item))
+
+    def pytest_pyfunc_call(self, pyfuncitem):
+        """What pytest does, but the function that is looked at is the very one that is called."""
+        f = pyfuncitem.obj
+        if inspect.iscoroutinefunction(f):
+            return None
+        self.begin(f, self.now.split("::")[-1].split("[")[0])
+        f(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+        return True
 
     def pytest_runtest_teardown(self, item):
         item.__dict__.pop("_excinfo", None)  # the call's, of a unittest case
@@ -285,11 +338,12 @@ def main(given, out, root, *files):
     pytest = importlib.import_module("pytest")  # of the instance's environment, as all that is loaded here
     for name in ("unittest.mock", "_pytest.doctest"):  # before the repository can
         importlib.import_module(name)
+    wrap, first = pytest.hookimpl(hookwrapper=True, tryfirst=True), pytest.hookimpl(tryfirst=True)
     os.set_inheritable(int(given), False)
     os.set_inheritable(int(out), False)
     args = ["--assert=plain", "--continue-on-collection-errors", "-q", "--rootdir", root, "-o", "addopts=", *files]
     args += [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "randomly", "rerunfailures")]
-    sys.exit(pytest.main(args, plugins=[Reporter(int(given), int(out), pytest.hookimpl(hookwrapper=True, tryfirst=True))]))
+    sys.exit(pytest.main(args, plugins=[Reporter(int(given), int(out), wrap, first, sys.modules["unittest"])]))
 
 
 if __name__ == "__main__":
