@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -12,16 +14,18 @@ import aiohttp
 from pydantic import Field
 
 from vime import hooks
+from vime.agents import harness
 from vime.agents.endpoint import ask
+from vime.agents.gateway import Gateway
 from vime.agents.interaction import Episode, Message
-from vime.agents.rollout import react, run_episode
+from vime.agents.rollout import black_box, react, run_episode
 from vime.agents.tools import Context, Tool, make
 from vime.config import DataConfig, tree_of, validate
 from vime.errors import VimeError, nearest, said
 from vime.hooks import Args
 from vime.observe.evals import standard_error
 from vime.sample import Sample
-from vime.sections import AgentConfig, EndpointConfig, Section
+from vime.sections import AgentConfig, EndpointConfig, GatewayConfig, Section
 
 SILENT = ("gold", "noop")  # agents that do nothing: what is graded is the task's own answer, or none
 
@@ -34,6 +38,7 @@ class EvalFile(Section):
     model: EndpointConfig
     data: DataConfig
     agent: AgentConfig
+    gateway: GatewayConfig = GatewayConfig()
     n_samples: int = Field(1, ge=1, description="episodes of each row")
     parallel: int = Field(8, ge=1, description="episodes at once")
     solved: float = Field(1.0, description="reward from which on an episode counts as solved")
@@ -48,15 +53,20 @@ def command(path: str, overrides: list[str], agent: str | None = None) -> int:
         tree.setdefault("agent", {})["agent"] = agent
         tree["name"] = f"{tree.get('name', 'eval')}-{agent}"
     cfg: EvalFile = validate(tree, path, EvalFile)
-    if cfg.agent.agent not in ("react", *SILENT):
-        raise VimeError(f"vime eval does not know the agent {cfg.agent.agent!r}", nearest(cfg.agent.agent, ["react", *SILENT]))
+    if cfg.agent.agent not in (own := ("react", *SILENT)):
+        if cfg.agent.agent not in harness.table():
+            raise VimeError(f"vime eval does not know the agent {cfg.agent.agent!r}", nearest(cfg.agent.agent, [*own, *harness.table()]))
+        harness.program(cfg.agent.agent)
+        if not cfg.model.folder:
+            raise VimeError(
+                f"agent {cfg.agent.agent!r} needs model.folder", "a gateway translates for it, and renders prompts with the model's tokenizer"
+            )
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
     report.parent.mkdir(parents=True, exist_ok=True)
-    task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
     samples, done = episodes(cfg), read(report)
     left = [s for s in samples if s.index not in done]
     print(f"{len(samples)} episodes, {len(samples) - len(left)} of them in {report} already", flush=True)
-    failed = asyncio.run(_run(cfg, task, left, report))
+    failed = asyncio.run(_run(cfg, left, report))
     done = read(report)
     ended = [done[s.index] for s in samples if s.index in done]
     print("\n".join(summary(cfg, ended) + failed[:10]))
@@ -90,16 +100,42 @@ async def silent(messages: list[Message], tools: list[Tool], ctx: Context) -> Ep
     return Episode(messages, status="answered")
 
 
-async def _run(cfg: EvalFile, task: Any, samples: list[Sample], report: Path) -> list[str]:
+@asynccontextmanager
+async def player(cfg: EvalFile) -> AsyncIterator[Callable[[Any, list[Tool], Sample], Awaitable[tuple[Episode, Any]]]]:
+    """What plays an episode of a task: the loop on the endpoint, a harness on a gateway in front of it, or nothing."""
+    a, m = cfg.agent, cfg.model
+    if a.agent in ("react", *SILENT):
+        async with aiohttp.ClientSession() as http:
+            act = silent if a.agent in SILENT else react(partial(ask, http, m), a)
+            yield lambda task, tools, s: run_episode(act, task, tools, s, a)
+        return
+    gateway = await Gateway.open(m.url.rstrip("/").removesuffix("/v1"), str(m.folder), cfg.gateway, timeout=m.timeout)
+    await gateway.start()
+
+    async def play(task: Any, tools: list[Tool], s: Sample) -> tuple[Episode, Any]:
+        session = gateway.session(sampling=m.sampling, limits={"max_requests": a.max_turns})
+        try:
+            fit = partial(harness.fitted, name=a.agent, port=gateway.port)
+            return await run_episode(partial(black_box, a, gateway.model, session.token), task, tools, s, a, fit)
+        finally:
+            session.finish()
+
+    try:
+        yield play
+    finally:
+        await gateway.close()
+
+
+async def _run(cfg: EvalFile, samples: list[Sample], report: Path) -> list[str]:
     """Run the episodes, write each as it ends. Returns: what went wrong, of those that have no line."""
     tools, turns, failed = make(cfg.agent.tools, cfg.agent.tool_args), asyncio.Semaphore(cfg.parallel), list[str]()
-    async with aiohttp.ClientSession() as http:
-        act = silent if cfg.agent.agent in SILENT else react(partial(ask, http, cfg.model), cfg.agent)
+    task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
+    async with player(cfg) as play:
 
         async def one(s: Sample) -> None:
             async with turns:
                 try:
-                    episode, reward = await run_episode(act, task, tools, s, cfg.agent)
+                    episode, reward = await play(task, tools, s)
                 except Exception as e:  # a task may fail in any way
                     failed.append(f"episode {s.index}: {e if isinstance(e, VimeError) else said(e)}")
                     return

@@ -81,6 +81,7 @@ class EndpointConfig(Section):
 
     url: str = Field(pattern="^https?://", description="as http://host:8000/v1")
     name: str = Field(description="the model's name there")
+    folder: str | None = Field(None, description="with a harness as the agent: the model's folder, for its tokenizer; url is a vLLM server or router then")
     key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
     sampling: dict[str, Any] = Field({}, description="into every request: temperature, max_tokens, ...")
     timeout: float = Field(600, gt=0)
