@@ -69,7 +69,7 @@ def test_toml_blocks_are_valid_runs(place, text):
 def test_documented_commands_exist(command):
     """Subcommands, flags and overridden keys."""
     words = command.split()[1:]
-    path = words[:2] if words[0] in ("model", "bench") else words[:1]
+    path = words[:2] if words[0] in ("model", "bench", "swe", "guard") else words[:1]
     text = help_of(*path)
     for word in words[len(path) :]:
         if word.startswith("--"):
