@@ -3,7 +3,8 @@
     python benchmarks/dash.py                     100,000 samples of 256 response tokens in 400 steps, made in a temporary folder
     python benchmarks/dash.py --samples 20000 --shots docs/img
 
-Measured from the request for the page: until the last values of metrics are there, until the first curve is drawn, and until the list shows the first sample's text and the count of all.
+Measured from the request for the page: until the last values of metrics are there, until the first curve is drawn, and until the list shows the first sample's
+text and the count of all.
 Scrolling: frame by frame over requestAnimationFrame, in steps of a wheel and in leaps over the whole list. A frame counts as dropped where it
 took longer than 1.5 times what the browser's own frames take when nothing happens.
 """
@@ -47,11 +48,13 @@ def make_run(folder: Path, samples: int, steps: int, tokens: int, seed: int = 0,
             ids = rng.choices(range(len(WORDS)), k=n)
             metadata: dict = {"level": rng.randrange(5)}
             if agent:
-                call = {"tool": "bash", "args": {"command": "pytest -q"}, "observation": "3 passed", "status": "ok", "seconds": 1.25}
-                verdict = {"decision": "block", "rule": "tests-are-read-only", "reason": "writes to tests/"}
-                metadata["steps"] = [call, {"tool": "edit", "args": {"path": "tests/test_a.py"}, "status": "blocked", "verdict": verdict}][
-                    : 1 + (uid % 50 == 0)
+                asked = [
+                    ("bash", {"command": "pytest -q"}, "ok", {}),
+                    ("edit", {"path": "tests/test_a.py"}, "blocked", {"rule": "tests-are-read-only"}),
                 ]
+                calls = [{"tool": t, "arguments": a, "status": s, "seconds": 1.25, "metadata": m} for t, a, s, m in asked[: 1 + (uid % 50 == 0)]]
+                turns = [{"turn": f"t{k}", "tokens": n // 3, "seconds": 0.5, "ill_formed": False, "calls": [call]} for k, call in enumerate(calls)]
+                metadata["agent"] = {"status": "answered", "error": "", "answer": "42", "notes": {"tests": "3 of 3"}, "steps": turns}
             lines.append(
                 {"index": uid, "uid": uid, "group_index": uid // group, "rollout_id": uid, "prompt": f"<|user|>What is {uid % 97} + {step}? Think it through.<|assistant|>",
                  "response": "".join(WORDS[i] for i in ids), "label": "42", "reward": float(good),

@@ -43,6 +43,7 @@ def browser():
 @pytest.fixture
 def page(browser):
     page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.set_default_timeout(120_000)  # a busy machine is no failure
     wrong: list[str] = []
     page.on("pageerror", lambda e: wrong.append(str(e)))
     page.on("console", lambda m: wrong.append(m.text) if m.type == "error" and "404" not in m.text else None)

@@ -64,7 +64,7 @@ class Run:
                 row = orjson.loads(text)
                 reward = row["reward"] if isinstance(row["reward"], int | float | None) else next((v for v in row["reward"].values()), None)
                 given = (row.get("uid", row["index"]), row["group_index"], reward, row["response_length"], row["status"], row["removed"])
-                values = (step, *given, text.count(b'"decision": "block"'), len(row["weight_versions"]))
+                values = (step, *given, text.count(b'"decision": "block"') + text.count(b'"status": "blocked"'), len(row["weight_versions"]))
                 for column, value in zip(self.columns, values):
                     column.append(value)
                 self.places.append((file, at, len(line)))  # last: other threads count these

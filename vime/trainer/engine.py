@@ -232,7 +232,7 @@ class Trainer:
             norms.append(norm)
         for batch in (b for b in batches if b.seen is not None):
             parts = batch.seen.cpu().split([sum(s.loss_mask) for s in batch.samples])  # type: ignore[union-attr]
-            self.seen |= {s.uid: part.tolist() for s, part in zip(batch.samples, parts)}
+            self.seen |= {s.uid: part.tolist() for s, part in zip(batch.samples, parts) if not part.isnan().all()}
         mine = sum(b.ids.numel() for b in batches) if self.layout.last and self.layout.tp == 0 else 0
         counted = [mine, sum(len(b.labels) for b in batches), skipped, stale.sum(), 0, 0]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device)

@@ -47,10 +47,13 @@ function segments(all) {
   return parts;
 }
 
-/** Dicts in metadata that say what a guard decided, wherever they lie: {decision, rule?, reason?}. */
+/** What guards decided, wherever it lies in metadata: dicts {decision, rule?, reason?}, and calls of an agent that were blocked or warned of. */
 function verdicts(value, at = "") {
   if (!value || typeof value !== "object") return [];
   if (typeof value.decision === "string") return value.decision === "allow" ? [] : [{ at, ...value }];
+  const { rule, violation, warned } = (value.tool && value.metadata) || {};
+  if (value.tool && value.status === "blocked") return [{ at, decision: "block", rule, reason: violation ? "done, and then seen" : "not run", call: value }];
+  if (warned) return [{ at, decision: "warn", rule: warned, reason: "", call: value }];
   return Object.entries(value).flatMap(([k, v]) => verdicts(v, at ? `${at}.${k}` : k));
 }
 
@@ -59,9 +62,10 @@ const fold = (title, value, open) => el("details", open ? { open: "" } : {}, el(
 
 function steps(list) {
   return list.map((step, k) => {
-    const name = step.tool || step.name || step.role || step.kind || "step", status = step.status || step.verdict?.decision || "";
-    const title = el("span", {}, `${k + 1}. ${name} `, status ? badge(/block|error|timeout/.test(status) ? "bad" : "dim", status) : null, step.seconds !== undefined ? ` ${nice(step.seconds, 3)} s` : null);
-    return fold(title, Object.fromEntries(Object.entries(step).filter(([k]) => !["tool", "name", "role"].includes(k))), list.length <= 3);
+    const calls = (step.calls || [step]).filter((c) => c.tool || c.status); // a turn of the model and its calls, or a call by itself
+    const said = [step.tokens && `${step.tokens} tokens`, step.seconds !== undefined && `${nice(step.seconds, 3)} s`, step.ill_formed && "ill-formed"].filter(Boolean).join(", ");
+    const title = el("span", {}, `${k + 1}. ${said} `, ...calls.flatMap((c) => [`${c.tool || ""} `, badge(/block|error|timeout|cancel/.test(c.status) ? "bad" : "dim", c.status || "–"), " "]));
+    return fold(title, step.calls || step, list.length <= 3);
   });
 }
 
@@ -70,7 +74,8 @@ function text(prompt) {
 }
 
 export function detail(s, { step, i, siblings, go }) {
-  const all = tokens(s), found = verdicts(s.metadata), own = Object.entries(s.metadata || {}).filter(([k]) => k !== "steps");
+  const agent = s.metadata?.agent?.steps ? s.metadata.agent : { steps: s.metadata?.steps };
+  const all = tokens(s), found = verdicts(s.metadata), own = Object.entries(s.metadata || {}).filter(([k]) => k !== "steps" && k !== "agent");
   const gaps = all.map((t) => (t.diff === null ? null : Math.abs(t.diff))), known = gaps.filter((g) => g !== null);
   const facts = {
     step, uid: s.uid ?? s.index, group: s.group_index, reward: typeof s.reward === "object" ? JSON.stringify(s.reward) : nice(s.reward), label: JSON.stringify(s.label),
@@ -109,7 +114,8 @@ export function detail(s, { step, i, siblings, go }) {
     ...(found.length ? [el("h2", {}, "Guard"), ...found.map((v) => fold(el("span", {}, badge(v.decision === "block" ? "bad" : "warn", v.decision), ` ${v.rule || ""} ${v.reason || ""} `, el("span", { class: "dim" }, v.at)), v))] : []),
     el("h2", {}, "Prompt"), el("pre", {}, text(s.prompt)),
     el("h2", {}, "Response", el("small", {}, "token by token")), legend, readout, body,
-    ...(Array.isArray(s.metadata?.steps) ? [el("h2", {}, `Steps (${s.metadata.steps.length})`), ...steps(s.metadata.steps)] : []),
+    ...(Array.isArray(agent.steps) ? [el("h2", {}, `Steps (${agent.steps.length})`, el("small", {}, [agent.status, agent.error].filter(Boolean).join(": "))), ...steps(agent.steps)] : []),
+    ...(agent.answer ? [fold("answer", agent.answer, true)] : []), ...(Object.keys(agent.notes || {}).length ? [fold("notes of the grading", agent.notes)] : []),
     ...(own.length ? [el("h2", {}, "Metadata"), ...own.map(([k, v]) => fold(k, v, JSON.stringify(v).length < 200))] : []),
   );
   box.scrollTop = 0;
