@@ -174,14 +174,16 @@ def propose(cfg: Config, g: SimpleNamespace, ranks: int) -> str:
     m, p, samples, most = axes.read(cfg.model), cfg.parallel, cfg.train.global_batch_size or cfg.samples_per_step, max(ranks, 0)
     less: Args = {"gradient_checkpointing": True}
     changes = [{}, less, *[less | {"offload": "optimizer"}] * (not g.cpu), less | {"max_tokens_per_gpu": cfg.rollout.max_context_len}]
+    able: list[ParallelConfig] = []
     for n in (n for n in axes.divisors(most) if n >= min(p.ranks, most)):
-        able = sorted((q for q in axes.valid(n, m) if samples % q.fsdp == 0 and q.tp <= g.per_node), key=lambda q: axes.apart(p, q))
-        for change, q in product(changes, able[:64]):
-            other = cfg.model_copy(update={"train": cfg.train.model_copy(update=change)})
-            if sum(rank_bytes(other, q, g.cpu).values()) <= g.room:
-                said = {f"parallel.{k}": v for k, v in q.model_dump().items() if v != getattr(p, k)}
-                said |= {f"train.{k}": str(v).lower() for k, v in change.items() if v != getattr(cfg.train, k)}
-                return "the nearest that fits: " + " ".join(f"{k}={v}" for k, v in said.items())
+        of_n = [q for q in axes.valid(n, m) if samples % q.fsdp == 0 and q.tp <= g.per_node]
+        able += sorted(of_n, key=lambda q: axes.apart(p, q))[:64]
+    for change, q in product(changes, able):
+        other = cfg.model_copy(update={"train": cfg.train.model_copy(update=change)})
+        if sum(rank_bytes(other, q, g.cpu).values()) <= g.room:
+            said = {f"parallel.{k}": v for k, v in q.model_dump().items() if v != getattr(p, k)}
+            said |= {f"train.{k}": str(v).lower() for k, v in change.items() if v != getattr(cfg.train, k)}
+            return "the nearest that fits: " + " ".join(f"{k}={v}" for k, v in said.items())
     return f"no layout on up to {most} {g.name} fits this model: more accelerators, or [lora]"
 
 

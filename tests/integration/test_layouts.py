@@ -19,6 +19,7 @@ from tests.integration.trainer_kit import VOCAB, Ranks, make_batch, make_cfg, ma
 from vime.config import Config
 from vime.sample import Sample
 from vime.trainer import ring
+from vime.trainer.layout import local
 from vime.trainer.parallel import whole_parts
 
 pytestmark = pytest.mark.layouts
@@ -330,6 +331,17 @@ def test_losses_that_see_whole_samples(folder: Path, ranks: Ranks, changes: dict
 def test_bf16_runs_in_a_product_of_axes(folder: Path, ranks: Ranks, single: dict[str, Any]) -> None:
     got = merged(ranks(run, config_of(folder, "moe", "tp=2 pp=2 ep=2", train={"dtype": "bfloat16"}), [3]))
     assert got["metrics"][0]["train/loss"] == pytest.approx(single["moe"]["metrics"][0]["train/loss"], abs=0.05)
+
+
+def kept(trainer: Any, cfg: Config) -> list[str]:
+    trainer.setup()
+    own = {name: local(p.detach()) for name, p in trainer.model.named_parameters()}
+    return [name for name, t in own.items() if t.untyped_storage().nbytes() > t.nbytes]
+
+
+@pytest.mark.parametrize(("model", "layout"), [("llama", "fsdp=2 tp=2"), ("moe", "fsdp=2 ep=2")])
+def test_a_shard_does_not_keep_the_whole_tensor_that_it_was_cut_from(folder: Path, ranks: Ranks, model: str, layout: str) -> None:
+    assert ranks(kept, config_of(folder, model, layout)) == [[]] * (4 if "tp" in layout else 2)
 
 
 def test_a_layout_that_does_not_fit_is_refused_before_the_model_is_read(folder: Path, ranks: Ranks) -> None:

@@ -72,7 +72,7 @@ def test_your_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert asyncio.run(episode()) == {"score": 1.0, "turns": 3}
     (run,) = re.findall(r"^```toml\n(.*?)^```", (TUTORIALS / "your-agent.md").read_text(), re.M | re.S)
     path = tmp_path / "run.toml"
-    path.write_text('model = "m"\n' + run)
+    path.write_text(run)
     assert load(path).agent.task == "my_agent:Arithmetic"
 
 
