@@ -22,7 +22,7 @@ def program(r: Reader, words: list[str], stdin: str, line: str) -> str:
     if "m" in option:
         return commands.simple(r, [option["m"], *given], stdin) if option["m"] != "python" else U
     if "c" not in option and given and given[0] not in ("-", "/dev/stdin"):
-        return read(r, r.world.texts.get(r.act("python", line, reads=given[:1]).of("reads")[0], ""), line)
+        return read(r, r.world.texts.get(r.act("python", line, paths={"reads": given[:1]}).of("reads")[0], ""), line)
     return read(r, option.get("c", stdin), line)
 
 
@@ -165,4 +165,4 @@ class Code(ast.NodeVisitor):
                 self.effect(kind, self.value(owner) if where < 0 else self.value(args[where]) if where < len(args) else U)
 
     def effect(self, kind: str, paths: Any) -> None:
-        self.r.act("python", text=self.source if kind != "reads" else "", **{kind: [paths] if isinstance(paths, str) else paths})
+        self.r.act("python", text=self.source if kind != "reads" else "", paths={kind: [paths] if isinstance(paths, str) else paths})
