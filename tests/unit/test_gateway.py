@@ -1,9 +1,11 @@
 """The Gateway's recordings, limits, and what it does with input that means it harm."""
 
 import asyncio
+import gc
 import gzip
 import importlib.util
 import json
+import weakref
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +15,7 @@ import zstandard
 
 from benchmarks.gateway_replay import replay
 from tests.agents_kit import ScriptedEngine, check, gateway, model_folder, post, said
-from vime.agents.gateway import Gateway, Refused
+from vime.agents.gateway import Gateway, Refused, Session
 from vime.errors import VimeError
 from vime.sample import Sample, Status
 from vime.sections import GatewayConfig
@@ -331,6 +333,23 @@ def test_journal_survives_a_crash(folder, tmp_path):
             await Gateway.open(engine.url, folder, GatewayConfig(parser="hermes"), journal=journal)
 
     run(folder, script, go, journal=str(journal))
+
+
+def test_nothing_is_kept_of_what_is_finished(folder):
+    async def go(g, engine):
+        kept = []
+        for end in (Session.finish, Session.abort):
+            s = g.session()
+            for path in PROTOCOLS:
+                assert (await post(at(g, path), PROTOCOLS[path], s.token))[0] == 200
+            kept += [weakref.ref(s), *(weakref.ref(t) for t in s.turns)]
+            end(s)
+        del s
+        await asyncio.sleep(0)
+        gc.collect()
+        assert len(kept) == 10 and [r() for r in kept if r() is not None] == [] and not g.sessions
+
+    run(folder, lambda body, n: "hi", go)
 
 
 def asked_for(session, messages):
