@@ -196,7 +196,7 @@ def test_a_harness_in_front_of_a_real_server(babbler, installed, repo):
             await g.start()
             session = g.session(sampling={"temperature": 1.0})
             async with await open_sandbox(harness.fitted(SandboxSpec(base=repo), "mini_swe_agent", g.port)) as box:
-                done = await harness.run("mini_swe_agent", PROMPT, box, session.token, g.model, timeout=100)
+                done = await harness.run("mini_swe_agent", PROMPT, box, session.token, g.model, timeout=300)
             assert done.state == "budget", done
             metrics, rows = session.metrics(), session.finish()
             assert metrics["agent/turns"] == 3 and metrics["agent/trainable_fraction"] == 1.0, metrics

@@ -105,6 +105,7 @@ class Box:
         self.seccomp = ctypes.create_string_buffer(rules())
 
     def open(self) -> None:
+        os.mkdir(self.state, 0o700)
         maps = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
         call("unshare", NEWNS if self.root else NEWNS | NEWUSER)
         for kind, text in maps.items() if not self.root else ():
@@ -325,7 +326,9 @@ def zygote(server: socket.socket) -> None:
     parent = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none of them is waited for
     while os.getppid() == parent:
-        if select.select([server], [], [], 2.0)[0]:
+        if 0 in (ready := select.select([server.fileno(), 0], [], [], 2.0)[0]):  # the parent's end of a pipe
+            break
+        if ready:
             line = server.accept()[0]
             if not os.fork():
                 server.close()
