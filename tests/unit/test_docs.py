@@ -16,7 +16,7 @@ from vime import config
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *("quickstart", "rollout", "engines", "plugins", "eval", "multimodal", "parity", "algorithms", "moe", "parallel", "trainer", "weights"),
-    *("agents", "benchmarks", "data-plane", "dependencies", "gateway", "harnesses", "sandboxes"),
+    *("agents", "benchmarks", "data-plane", "dependencies", "gateway", "harnesses", "sandboxes", "swe"),
 ]
 DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in PAGES)]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out
@@ -71,7 +71,7 @@ def test_toml_blocks_are_valid_runs(place, text):
 def test_documented_commands_exist(command):
     """Subcommands, flags and overridden keys."""
     words = command.split()[1:]
-    path = words[:2] if words[0] in ("model", "bench") else words[:1]
+    path = words[:2] if words[0] in ("model", "bench", "swe", "guard") else words[:1]
     text = help_of(*path)
     for word in words[len(path) :]:
         if word.startswith("--"):
