@@ -5,6 +5,7 @@ import base64
 import posixpath
 import re
 import shlex
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +31,8 @@ def read(r: Reader, source: str, line: str = "python") -> str:
     act = r.act("python", line, source, unknown="what Python code does" if U in source else "")
     reader = Code(r, source)
     try:
-        reader.visit(ast.parse(source.replace(U, "_")))
+        with warnings.catch_warnings(action="ignore"):  # of the code that is read
+            reader.visit(ast.parse(source.replace(U, "_")))
     except (SyntaxError, ValueError, RecursionError):
         act.unknown = act.unknown or "what Python code does that does not parse"
     return reader.printed
@@ -126,19 +128,6 @@ class Code(ast.NodeVisitor):
                 self.names[node.target.id] = item
             for s in node.body:
                 self.visit(s)
-
-    def visit_ListComp(self, node: Any) -> None:
-        for g in node.generators:
-            if isinstance(g.target, ast.Name):
-                self.names[g.target.id] = self.value(g.iter)
-        self.generic_visit(node)
-
-    visit_GeneratorExp = visit_ListComp
-
-    def visit_withitem(self, node: ast.withitem) -> None:
-        if isinstance(node.optional_vars, ast.Name):
-            self.names[node.optional_vars.id] = self.value(node.context_expr)
-        self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)

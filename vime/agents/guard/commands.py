@@ -32,8 +32,8 @@ def simple(r: Reader, words: list[str], stdin: str = "") -> str:
             to = next((w for w in rest if w == "-" or not w.startswith("-")), "~")
             r.cwd, r.vars["OLDPWD"] = r.vars.get("OLDPWD", r.cwd) if to == "-" else r.paths(to)[0], r.cwd
             return ""
-        case "eval" | "trap":
-            return r.shell(" ".join(rest) if name == "eval" else rest[0] if rest else "", stdin)
+        case "eval":
+            return r.shell(" ".join(rest), stdin)
         case "pwd":
             return r.cwd
         case "echo" | "printf":
@@ -48,15 +48,11 @@ def simple(r: Reader, words: list[str], stdin: str = "") -> str:
             return xargs(r, rest, stdin)
         case "find":
             return find(r, rest, line)
-    where, sub = ".", ""
-    if name in TABLE["subcommands"]:
-        flags, given = options(rest, "-C|-c|--git-dir|--work-tree|--namespace|--cwd|--project|--directory")
-        sub = given[0] if given else ""
-        if f"{name} {sub}" in ("uv run", "uv pip", "poetry run", "pdm run", "conda run"):
-            return simple(r, given[1:] if sub == "run" else given, stdin)
-        where = next((v for f, v in flags if f in ("-C", "--work-tree")), ".")
-        rest = rest[rest.index(sub) + 1 :] if sub else rest
-    return tabled(r, f"{name} {sub}".strip(), rest, line, stdin, where)
+    flags, given = options(rest, "-C|-c|--git-dir|--work-tree|--namespace|--cwd|--project|--directory") if name in TABLE["subcommands"] else ([], [])
+    if name in ("uv", "poetry", "pdm", "conda") and given[:1] in (["run"], ["pip"]):
+        return simple(r, given[given[0] == "run" :], stdin)
+    where = next((v for f, v in flags if f in ("-C", "--work-tree")), ".")
+    return tabled(r, " ".join([name, *given[:1]]), rest[rest.index(given[0]) + 1 :] if given else rest, line, stdin, where)
 
 
 def unwrapped(r: Reader, words: list[str]) -> tuple[str, list[str]]:
