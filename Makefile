@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-tiny test unit integration e2e lint docs lock clean
+.PHONY: help install demo demo-tiny hacking-figure test unit integration e2e lint docs lock clean
 
 # .pyc files matter: importing vLLM takes three times as long without them, in each of several processes
 export PYTHONDONTWRITEBYTECODE =
@@ -27,6 +27,9 @@ demo-tiny: install ## the short check: a character-level model learns to reverse
 	@$(BIN)/vime model tiny --out models/tiny
 	@$(BIN)/python examples/reverse/make_data.py
 	@$(BIN)/vime train examples/reverse/run.toml --overwrite
+
+hacking-figure: install ## reward hacking, and its cure, in real training runs; writes docs/img/hacking.png
+	@PYTHONPATH=. $(BIN)/python examples/hacking/figure.py
 
 test: install ## unit, integration and end-to-end tests, two files at a time; files on one worker share one server
 	@$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/integration tests/e2e

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def measure(a: argparse.Namespace, seed: int, folder: Path) -> tuple[float, float, dict]:
     """Mean reward of the first three steps and of the last three, and the last step's metrics."""
-    over = [f"model={a.model}", f"data.prompts={a.prompts}", f"run_dir={folder}", f"name=s{seed}", f"seed={seed}", "eval.datasets=[]", "log.tensorboard=false"]
+    over = [f"model={a.model}", f"data.prompts={a.prompts}", f"run_dir={folder}", f"name=s{seed}", f"seed={seed}"]
+    over += ["eval.datasets=[]", "log.tensorboard=false"]
     command = [sys.executable, "-m", "vime.cli", "train", str(ROOT / "examples/tools/run.toml"), *over, *a.overrides]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
     rows = [json.loads(x) for x in (folder / f"s{seed}/metrics.jsonl").read_text().splitlines()]
@@ -42,7 +43,10 @@ def main() -> int:
         for seed in range(a.seeds):
             first, last, m = measure(a, seed, Path(folder))
             rises.append(last - first)
-            print(f"seed {seed}: reward {first:.3f} -> {last:.3f}, trainable fraction {m['agent/trainable_fraction']:.3f}, {m['step']} steps", flush=True)
+            print(
+                f"seed {seed}: reward {first:.3f} -> {last:.3f}, trainable fraction {m['agent/trainable_fraction']:.3f}, {m['step']} steps",
+                flush=True,
+            )
     return 0 if min(rises) >= a.rise else 1
 
 

@@ -63,11 +63,10 @@ def command(path: str, overrides: list[str], agent: str | None = None) -> int:
             )
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
     report.parent.mkdir(parents=True, exist_ok=True)
-    task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
     samples, done = episodes(cfg), read(report)
     left = [s for s in samples if s.index not in done]
     print(f"{len(samples)} episodes, {len(samples) - len(left)} of them in {report} already", flush=True)
-    failed = asyncio.run(_run(cfg, task, left, report))
+    failed = asyncio.run(_run(cfg, left, report))
     done = read(report)
     ended = [done[s.index] for s in samples if s.index in done]
     print("\n".join(summary(cfg, ended) + failed[:10]))
@@ -127,9 +126,10 @@ async def player(cfg: EvalFile) -> AsyncIterator[Callable[[Any, list[Tool], Samp
         await gateway.close()
 
 
-async def _run(cfg: EvalFile, task: Any, samples: list[Sample], report: Path) -> list[str]:
+async def _run(cfg: EvalFile, samples: list[Sample], report: Path) -> list[str]:
     """Run the episodes, write each as it ends. Returns: what went wrong, of those that have no line."""
     tools, turns, failed = make(cfg.agent.tools, cfg.agent.tool_args), asyncio.Semaphore(cfg.parallel), list[str]()
+    task = hooks.load(str(cfg.agent.task), "agent.task")(Args(**{k: getattr(cfg, k) for k in EvalFile.model_fields} | cfg.args))
     async with player(cfg) as play:
 
         async def one(s: Sample) -> None:

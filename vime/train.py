@@ -162,7 +162,7 @@ run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoi
 data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
 rollout    {rollout}{"" if cfg.offline else f", {r.num_workers} worker(s)"}
 train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
-reward     {"none, train.objective = " + cfg.train.objective if cfg.offline else cfg.reward.function}
+reward     {"none, train.objective = " + cfg.train.objective if cfg.offline else cfg.agent.task or cfg.reward.function}
 folder     {place}
 {"next" if resume else "1st "} prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""
 

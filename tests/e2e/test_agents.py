@@ -27,7 +27,7 @@ def test_an_agent_learns(tmp_path: Path, model: Path) -> None:
     make_data(tmp_path)
     tree = {
         "data": {"apply_chat_template": False}, "agent": {"task": "examples.tools.task:Arithmetic", "max_turns": 3, "max_turn_len": 24},
-        "gateway": {"parser": "hermes"}, "train": {"steps": 8, "lr": 1e-3, "lr_warmup_iters": 1}, "checkpoint": {"interval": 8},
+        "gateway": {"parser": "hermes"}, "train": {"steps": 8, "lr": 6e-4, "lr_warmup_iters": 1}, "checkpoint": {"interval": 8},
         "rollout": {"batch_size": 12, "n_samples_per_prompt": 16, "max_response_len": 72, "max_context_len": 128, "concurrency": 256},
     }  # fmt: skip
     with job(tmp_path, model, tmp_path / "train.jsonl", **tree) as j:

@@ -9,8 +9,11 @@ import pytest
 
 from tests.agents_kit import ScriptedEngine, check, gateway, model_folder, said
 from vime.agents import harness
+from vime.agents.gateway import Gateway
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.errors import VimeError
+from vime.rollout.http import EngineClient
+from vime.sections import GatewayConfig
 
 NAMES = ["claude_code", "codex", "opencode", "mini_swe_agent"]
 TEST = "from calc import add\nassert add(2, 3) == 5\nprint('all good')\n"
@@ -156,3 +159,55 @@ def test_the_table_is_whole():
         assert all(f"${w}" in text for w in ("base_url", "token", "model", "prompt")), name
         assert all(("@" in p[1:]) or ("==" in p) for p in how["packages"]), f"{name}: the tested version is pinned"
     assert "installed" in harness.command("list", None, None) or "-" in harness.command("list", None, None)
+
+
+@pytest.fixture(scope="module")
+def babbler(tmp_path_factory):
+    """A real vLLM server over a model of random weights, with tokenizer and template of a model that has tools."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from vime.config import validate
+    from vime.rollout.engine import Engine
+
+    path = model_folder(tmp_path_factory.mktemp("babbler") / "m", "qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = Qwen3Config(vocab_size=len(tokenizer), max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id, **sizes)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tree = {"model": path, "data": {"prompts": "-"}, "rollout": {"max_context_len": 16384, "concurrency": 4}, "reward": {"function": "exact"}}
+    engine = Engine(validate(tree, "test"), 0, str(tmp_path_factory.mktemp("server")))
+    try:
+        yield engine.start(), path
+    finally:
+        engine.stop()
+
+
+def test_a_harness_in_front_of_a_real_server(babbler, installed, repo):
+    """The model babbles, mini-swe-agent tells it so, until the budget of requests is spent; the rows have the server's tokens and logprobs."""
+    installed("mini_swe_agent")
+    url, path = babbler
+
+    async def go():
+        g = await Gateway.open(url, path, GatewayConfig(parser="hermes", max_requests=3))
+        client = EngineClient(url)
+        try:
+            await g.start()
+            session = g.session(sampling={"temperature": 1.0})
+            async with await open_sandbox(harness.fitted(SandboxSpec(base=repo), "mini_swe_agent", g.port)) as box:
+                done = await harness.run("mini_swe_agent", PROMPT, box, session.token, g.model, timeout=300)
+            assert done.state == "budget", done
+            metrics, rows = session.metrics(), session.finish()
+            assert metrics["agent/turns"] == 3 and metrics["agent/trainable_fraction"] == 1.0, metrics
+            assert sum(sum(r.loss_mask) for r in rows) == metrics["agent/sampled_tokens"] > 0
+            for row in rows:
+                scored = (await client.prompt_logprobs(row.tokens))[row.prompt_length - 1 :]
+                assert len(scored) == len(row.loss_mask)
+                for mask, lp, other in zip(row.loss_mask, row.logprobs, scored):
+                    assert (lp == pytest.approx(other, abs=1e-3)) if mask else lp == 0.0
+        finally:
+            await client.close()
+            await g.close()
+
+    asyncio.run(go())

@@ -1,23 +1,23 @@
-"""The Gateway in front of a real vLLM server."""
+"""The Gateway in front of a router and a real vLLM server."""
 
 import asyncio
 
 import pytest
 
 from tests.agents_kit import post
-from tests.conftest import Server
+from tests.integration.rollout_kit import Stack
 from vime.agents.gateway import Gateway
 from vime.errors import VimeError
 from vime.rollout.http import EngineClient
 from vime.sections import GatewayConfig
 
 
-def test_rows_have_the_tokens_and_logprobs_of_the_server(server: Server):
+def test_rows_have_the_tokens_and_logprobs_of_the_server(stack: Stack):
     """A dialogue over HTTP and one in this process: logprobs are what the server gives for the row's tokens, scored as a whole."""
 
     async def go():
-        g = await Gateway.open(server.url, server.cfg.model, GatewayConfig(parser="text"))
-        client = EngineClient(server.url)
+        g = await Gateway.open(stack.url, stack.server.cfg.model, GatewayConfig(parser="text"), context=stack.server.cfg.rollout.max_context_len)
+        client = EngineClient(stack.server.url)
         try:
             await g.start()
             s = g.session(sampling={"temperature": 1.0})
@@ -43,6 +43,8 @@ def test_rows_have_the_tokens_and_logprobs_of_the_server(server: Server):
     asyncio.run(go())
 
 
-def test_a_server_without_parsers_says_how_to_start_it(server: Server):
-    with pytest.raises(VimeError, match=r"started without parsers.*--tool-call-parser"):
-        asyncio.run(Gateway.open(server.url, server.cfg.model))
+def test_a_server_without_parsers_says_how_to_start_it(stack: Stack):
+    """Also behind a router, which does not parse."""
+    for url in (stack.server.url, stack.url):
+        with pytest.raises(VimeError, match=rf"{stack.server.url} was started without parsers.*--tool-call-parser"):
+            asyncio.run(Gateway.open(url, stack.server.cfg.model, context=100))

@@ -1,9 +1,11 @@
 """The Gateway's recordings, limits, and what it does with input that means it harm."""
 
 import asyncio
+import gc
 import gzip
 import importlib.util
 import json
+import weakref
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +15,7 @@ import zstandard
 
 from benchmarks.gateway_replay import replay
 from tests.agents_kit import ScriptedEngine, check, gateway, model_folder, post, said
-from vime.agents.gateway import Gateway, Refused
+from vime.agents.gateway import Gateway, Refused, Session
 from vime.errors import VimeError
 from vime.sample import Sample, Status
 from vime.sections import GatewayConfig
@@ -54,6 +56,20 @@ def test_recordings_are_trained_whole(file, folder):
     assert got["agent/compaction_turns"] == (1 if "compaction" in file.stem else 0)
     assert got["agent/turns"] == got["requests"] - got["agent/retries"] and got["agent/retries"] == ("retry" in file.stem)
     assert got["agent/rows"] == {"claude_code_subagents": 3, "claude_code_compaction": 3, "codex_compaction": 3}.get(file.stem, 1)
+
+
+def test_gemini_is_trained_whole(folder):
+    """As its CLI does: thoughts are dropped from the echo, calls get a signature of the client's own."""
+    ask = {"role": "user", "parts": [{"text": "fix it"}]}
+    call = {"functionCall": {"id": "a1", "name": "read", "args": {"path": "calc.py"}}, "thoughtSignature": "skip_thought_signature_validator"}
+    result = {"role": "user", "parts": [{"functionResponse": {"id": "a1", "name": "read", "response": {"output": "text"}}}]}
+    told = [ask, {"role": "model", "parts": [{"text": "I read."}, call]}, result, {"role": "model", "parts": [{"text": "All is well."}]}, ask]
+    bodies = [{"contents": told[:n], "systemInstruction": {"parts": [{"text": "about"}]}, "generationConfig": {"temperature": 1}} for n in (1, 3, 5)]
+    paths = [f"/v1beta/models/m:{a}" for a in ("streamGenerateContent", "generateContent", "streamGenerateContent")]
+    headers = {"x-goog-api-key": "<token>"}
+    posts = [{"method": "POST", "path": p, "query": "alt=sse", "headers": headers, "body": b} for p, b in zip(paths, bodies)]
+    got = asyncio.run(replay(posts, folder))
+    assert got["agent/trainable_fraction"] == 1.0 and got["agent/rows"] == 1 and got["agent/turns"] == 3 and got["agent/echo_edited"] == 0
 
 
 def test_rows_become_samples(folder):
@@ -307,6 +323,7 @@ def test_journal_survives_a_crash(folder, tmp_path):
             assert again.metadata == {"k": 1} and [t.id for t in again.turns] == [t.id for t in kept.turns] and again.sampled == kept.sampled
             assert (await post(f"http://127.0.0.1:{other.port}/v1/chat/completions", body, kept.token))[0] == 200
             assert again.turns[-1].parent is again.turns[0] and lost.id in again.index
+            assert again.ask(*asked_for(again, []))[0] is again.index[lost.id] and again.requests == 3, "a retry is joined, also now"
             assert again.metrics()["agent/undelivered_tokens"] == len(lost.output_ids)
             check(engine, again.finish())
         finally:
@@ -316,6 +333,23 @@ def test_journal_survives_a_crash(folder, tmp_path):
             await Gateway.open(engine.url, folder, GatewayConfig(parser="hermes"), journal=journal)
 
     run(folder, script, go, journal=str(journal))
+
+
+def test_nothing_is_kept_of_what_is_finished(folder):
+    async def go(g, engine):
+        kept = []
+        for end in (Session.finish, Session.abort):
+            s = g.session()
+            for path in PROTOCOLS:
+                assert (await post(at(g, path), PROTOCOLS[path], s.token))[0] == 200
+            kept += [weakref.ref(s), *(weakref.ref(t) for t in s.turns)]
+            end(s)
+        del s
+        await asyncio.sleep(0)
+        gc.collect()
+        assert len(kept) == 10 and [r() for r in kept if r() is not None] == [] and not g.sessions
+
+    run(folder, lambda body, n: "hi", go)
 
 
 def asked_for(session, messages):

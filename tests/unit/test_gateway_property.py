@@ -32,9 +32,7 @@ class Policy:
         if rng.random() < 0.3:
             calls.append(("read", {"path": f"{word} again"}))
         if kind < 0.5:
-            text = said(
-                self.family, rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else ""
-            )
+            text = said(rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else "")
         elif kind < 0.6:
             text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{word}" </tool_call>'
         else:
@@ -130,7 +128,7 @@ async def rollout(g, http, engine, rng, number):
     http.headers["Authorization"] = f"Bearer {s.token}"
     url = g.base_url(s) + "/chat/completions"
     clients = [Client(http, url, rng, f"system {number}", engine)]
-    for _ in range(rng.randrange(2, 6)):
+    for _ in range(rng.randrange(2, 5)):
         if rng.random() < 0.15:
             clients.append(Client(http, url, rng, f"another agent {number} {len(clients)}", engine))
         await asyncio.gather(*(c.step() for c in clients))

@@ -68,6 +68,20 @@ def test_messages_that_a_template_refuses_are_adapted(templates):
         assert "zq1" in after and "zq3" in after
 
 
+def test_calls_that_a_template_does_not_take_are_told_as_text(templates, tmp_path):
+    model_folder(tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    without = Template(Tokenizer(tmp_path / "m"))
+    assert without.report["tool"].startswith("as text") and without.report["text"] == "exact"
+    answer = {"role": "assistant", "content": "", "tool_calls": CALLS}
+    for t in (without, templates["llama3"]):
+        text = t.tokenizer.decode(t.full([USER, answer, *RESULTS], []), skip_special_tokens=False)
+        assert text.count('"name":"f"') == 2 and text.count("result") == 2
+        assert "result" in t.tokenizer.decode(t.delta(Turn("x", answer), RESULTS))
+
+
 def test_a_template_that_renders_nothing_is_refused(tmp_path):
     folder = tmp_path / "m"
     model_folder(folder)

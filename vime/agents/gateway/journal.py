@@ -3,6 +3,7 @@ delivered after: of one without the second line a later request shows whether it
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,8 @@ def _restore(gateway: Gateway, events: list[dict[str, Any]]) -> None:
             turn = Turn(**(e["turn"] | {"parent": s.index.get(e["turn"]["parent"]), "delivered": False}))
             s.requests, s.sampled = s.requests + 1, s.sampled + len(turn.output_ids)
             s.adopt(turn)
+            s.asked[turn.key or turn.id] = turn, (done := asyncio.get_running_loop().create_future())
+            done.set_result(turn)
         elif e["e"] == "delivered":
             s.index[e["turn"]].delivered = True
             s.turns.append(s.index[e["turn"]])

@@ -166,7 +166,7 @@ class Session:
         self.turns: list[Turn] = []  # delivered ones, in that order
         self.index: dict[str, Turn] = {}  # all that were sampled
         self.texts: dict[str, Turn] = {}  # those that have no id the client could echo, by history and text
-        self.asked: dict[str, tuple[Turn, asyncio.Task[Turn]]] = {}  # by digest of the request: running ones, and those just answered
+        self.asked: dict[str, tuple[Turn, asyncio.Future[Turn]]] = {}  # by digest of the request: running ones, and those just answered
         self.slots = asyncio.Semaphore(self.limits.max_concurrency)
         self.requests = self.sampled = self.retries = self.edited = self.images = 0
         self.reward: Any = None
@@ -250,7 +250,7 @@ class Session:
         self.deliver(turn)
         return turn
 
-    def ask(self, asked: Asked, key: str) -> tuple[Turn, asyncio.Task[Turn]]:
+    def ask(self, asked: Asked, key: str) -> tuple[Turn, asyncio.Future[Turn]]:
         """Begin a turn, or join the one that the same request (`key`, if any) began. Raises: Refused."""
         now = time.monotonic()
         self.asked = {k: v for k, v in self.asked.items() if not v[0].delivered or now - v[0].ended_at < self.limits.retry_window}
@@ -367,6 +367,13 @@ def minted(text: Any) -> str | None:
     return m[1] if m else None
 
 
-def _said(message: dict[str, Any]) -> str:
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    return f"{str(message.get('content') or '').strip()} {calls}"
+def _said(message: dict[str, Any]) -> tuple[str, list[Any]]:
+    calls = [(c["function"]["name"], loaded(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
+    return str(message.get("content") or "").strip(), calls
+
+
+def loaded(arguments: Any) -> Any:
+    try:
+        return orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    except orjson.JSONDecodeError:
+        return arguments

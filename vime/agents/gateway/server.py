@@ -59,6 +59,7 @@ class Gateway:
         self.model, self.context = model, context
         self.parsing: EngineClient | None = None  # the server whose parsers are used
         self.timeout, self.secret = 600.0, secrets.token_hex(24)
+        self.sampling: dict[str, Any] | None = None  # of sessions that are not given their own
         self.sessions: dict[str, Session] = {}  # open ones, by id and by token
         self.journal: Journal | None = None
         self.port = self.control_port = 0
@@ -74,7 +75,7 @@ class Gateway:
         limits, client = limits or GatewayConfig(), EngineClient(engine)
         try:
             served = (await client.models() or [{}])[0]
-            context = context or served.get("max_model_len")
+            context = context or served.get("max_model_len")  # a router may not say
             if not context:
                 raise VimeError(f"{engine} does not say how long a context may be", "give context (--context)")
             tokenizer = await asyncio.to_thread(Tokenizer, model)
@@ -106,8 +107,9 @@ class Gateway:
             setattr(self, name, runner.addresses[0][1])
 
     def session(self, *, sampling: dict[str, Any] | None = None, metadata: Any = None, limits: dict[str, Any] | None = None) -> Session:
-        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its max_tokens and stop apart).
+        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its smaller max_tokens and its stop apart).
         Raises: ValueError for `limits` (keys of [gateway]) that are none."""
+        sampling = self.sampling if sampling is None else sampling
         s = self.enrol(Session(self, sampling=sampling, metadata=metadata), limits)
         self.write({"e": "session", "session": s.id, "token": s.token, "sampling": sampling, "metadata": metadata, "limits": limits})
         return s
@@ -330,7 +332,7 @@ class Gateway:
             return web.json_response({"error": str(e)}, status=_status(e) if isinstance(e, VimeError) else 400)
 
 
-def _check(task: asyncio.Task[Turn]) -> None:
+def _check(task: asyncio.Future[Turn]) -> None:
     if task.cancelled():
         raise Refused(409, "the session is closed", "session_closed")
     task.result()

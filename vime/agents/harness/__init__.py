@@ -53,9 +53,8 @@ def program(name: str, prefix: str | None = None) -> Path:
     """The installed program. Raises: VimeError with the command that installs it, at the version this was tested with."""
     found = where(name, prefix) / known(name)["program"]
     if not os.access(found, os.X_OK):
-        raise VimeError(
-            f"harness {name}: {' '.join(known(name)['packages'])} is not installed in {found.parent.parent}", f"vime harness install {name}"
-        )
+        packages = " ".join(known(name)["packages"])
+        raise VimeError(f"harness {name}: {packages} is not installed in {found.parent.parent}", f"vime harness install {name}")
     return found
 
 
@@ -78,25 +77,16 @@ def fitted(spec: SandboxSpec, name: str, port: int, prefix: str | None = None) -
     """`spec` with what the harness needs: its own folder and its interpreter, read-only, and the Gateway's `port` as PORT."""
     found, binds = program(name, prefix), {}  # type: ignore[var-annotated]
     python = found.parent / "python"
-    for path in (
-        found.parent.parent,
-        python.resolve().parent.parent if python.exists() else Path(shutil.which("node") or "/usr/bin/x").resolve().parent.parent,
-    ):
+    by = python if python.exists() else Path(shutil.which("node") or "/usr/bin/node")
+    for path in (found.parent.parent, by.resolve().parent.parent):
         binds |= {} if path == Path("/usr") else {str(path): str(path)}
     return replace(spec, binds=binds | spec.binds, sockets={PORT: port} | spec.sockets)
 
 
 async def run(
-    name: str,
-    prompt: str,
-    sandbox: Sandbox,
-    token: str,
-    model: str,
-    *,
-    base_url: str = f"http://127.0.0.1:{PORT}",
-    timeout: float = 1800,
+    name: str, prompt: str, sandbox: Sandbox, token: str, model: str, *, base_url: str = f"http://127.0.0.1:{PORT}", timeout: float = 1800,
     prefix: str | None = None,
-) -> HarnessResult:
+) -> HarnessResult:  # fmt: skip
     """Run harness `name` in the sandbox's work folder, which was opened with `fitted`, for a session of the Gateway with `token`; caps of its
     requests and tokens are the session's. No process of the sandbox's user is left afterwards. Raises: VimeError where it can't be started."""
     how, found = known(name), program(name, prefix)

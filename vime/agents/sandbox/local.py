@@ -19,46 +19,35 @@ from vime.procs import born
 
 HOME = "/home/agent"
 ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
-ETC = (
-    "alternatives",
-    "ca-certificates",
-    "chromium.d",
-    "fonts",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "magic",
-    "mime.types",
-    "ssl",
-)
+ETC = "alternatives ca-certificates chromium.d fonts ld.so.cache ld.so.conf ld.so.conf.d localtime magic mime.types ssl".split()  # noqa: SIM905
 NUMBERS = itertools.count()
-_zygote: dict[int, str] = {}  # pid of the process that has it (a fork needs its own) -> its socket
+_zygote: dict[int, tuple[str, "subprocess.Popen[bytes]"]] = {}  # pid of the process that has it (a fork needs its own) -> its socket, itself
 
 
 def zygote() -> str:
     """The socket of this process's zygote, which the first call starts, after what dead processes left has been swept."""
     me, folder = os.getpid(), Path(tempfile.gettempdir(), f"vime-sandboxes-{os.geteuid()}")
-    if me not in _zygote:
+    if me not in _zygote or _zygote[me][1].poll() is not None:
         if sys.platform != "linux" or not shutil.which("bwrap"):
             raise VimeError("sandbox local needs Linux with bubblewrap", "apt-get install -y bubblewrap, or use kind = docker:IMAGE")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
             raise VimeError(f"sandbox: {folder} belongs to someone else", "set TMPDIR")
-        for old in folder.iterdir():
+        for old in folder.glob("[0-9]*-*"):
             pid, start, *_ = old.name.partition(".")[0].split("-")
             for left in (old, *Path("/sys/fs/cgroup").rglob(f"vime-{old.name}")) if born(int(pid)) != start else ():
                 with contextlib.suppress(OSError):
                     left.rmdir() if left.is_dir() else left.unlink()
         path = f"{folder}/{me}-{born(me)}.sock"
+        Path(path).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
             server.listen(512)
             words = [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "keeper.py"), str(server.fileno())]
             env = {"PATH": os.defpath + ":/usr/sbin:/sbin"}  # and no more: without root it could be read from inside
-            subprocess.Popen(words, env=env, start_new_session=True, pass_fds=[server.fileno()], stdin=subprocess.DEVNULL)
-        _zygote[me] = path
-    return _zygote[me]
+            process = subprocess.Popen(words, env=env, start_new_session=True, pass_fds=[server.fileno()], stdin=subprocess.PIPE)
+        _zygote[me] = path, process
+    return _zygote[me][0]
 
 
 def folders(path: str) -> list[str]:
@@ -109,7 +98,6 @@ class Local(Sandbox):
         files = users | {"hosts": "127.0.0.1 localhost sandbox\n", "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n"}
         body = {"state": self.state, "uid": uid, "base": spec.base and os.path.abspath(spec.base), "files": files, "ports": spec.sockets}
         limits = {"memory": spec.memory_mb << 20, "pids": spec.pids, "disk": spec.disk_mb << 20}
-        os.mkdir(self.state, 0o700)
         self._reader, self._writer = await asyncio.open_unix_connection(path)
         self._writer.write(json.dumps(body | limits | {"bwrap": arguments(spec, self.state)}).encode() + b"\n")
         answer = json.loads(await self._reader.readline() or '{"error": "its keeper has ended"}')
