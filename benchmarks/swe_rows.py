@@ -380,6 +380,15 @@ for _p in glob.glob("/testbed/**/test*.py", recursive=True) + [__file__]:
 }  # fmt: skip
 
 
+def from_patch(base: Path, patch: str) -> trees.Files:
+    """A unified diff as files."""
+    with tempfile.TemporaryDirectory() as tmp:
+        work = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
+        trees.apply(work, patch, "patch")
+        before, after = ({str(p.relative_to(t)): p.read_bytes() for p in t.rglob("*") if p.is_file() and not p.is_symlink()} for t in (base, work))
+        return {p: c for p, c in after.items() if before.get(p) != c} | {p: None for p in before if p not in after}
+
+
 def in_source(code: str) -> Callable[[swe.Instance, Path], trees.Files]:
     def row(instance: swe.Instance, base: Path) -> trees.Files:
         path = next(p for p in sorted(swe.touched(instance.patch)) if p.endswith(".py") and (base / p).is_file() and not p.startswith("docs/"))
@@ -410,7 +419,7 @@ def edit_asserts(instance: swe.Instance, base: Path) -> trees.Files:
 
 
 def gold(instance: swe.Instance, base: Path) -> trees.Files:
-    return trees.from_patch(base, instance.patch)
+    return from_patch(base, instance.patch)
 
 
 def planted_bytecode(instance: swe.Instance, base: Path) -> trees.Files:

@@ -179,7 +179,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("out", help="folder to make")
     g = command(what, "verify", "list every way in which a fix can still be read; exit code 1 where there is one")
     g.add_argument("tree", help="repository that an agent will get")
-    g.add_argument("--patch", nargs="+", required=True, metavar="FILE", help="the gold patch and the test patch; or .jsonl and an id: instances.jsonl:ID")
+    g.add_argument("instances", help="file of instances, in SWE-bench's format")
+    g.add_argument("id", help="of the instance whose patches nothing may give away")
     g.add_argument("--fix", default="", metavar="SHA", help="commit of the fix")
     g.add_argument("--look", nargs="*", default=[], metavar="DIR", help="what else the agent will see: site-packages, caches of pip and uv, wheelhouses")
 
@@ -298,12 +299,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(dataclasses.asdict(swe.build(args.repo, args.fix, args.name, args.python))))
         return 0
     if args.command == "guard":
-        from vime.agents.tasks import history
+        from vime.agents.tasks import history, swe
 
         if args.what == "clean":
             print(history.clean(args.repo, args.base, Path(args.out)))
             return 0
-        leaks = history.verify(Path(args.tree), history.patches(args.patch), args.fix, [Path(p) for p in args.look])
+        given = next((i for i in swe.load(args.instances) if i.instance_id == args.id), None)
+        if not given:
+            raise VimeError(f"{args.instances} has no instance {args.id!r}")
+        leaks = history.verify(Path(args.tree), [given.patch, given.test_patch], args.fix, [Path(p) for p in args.look])
         print("\n".join(leaks) or "nothing of the fix can be read")
         return int(bool(leaks))
     if args.command == "mcp":

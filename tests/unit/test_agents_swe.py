@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from benchmarks.swe_rows import ROWS, TABLE, in_source
+from vime.agents.sandbox import open_sandbox
 from vime.agents.tasks import swe, trees
 from vime.cli import main
 from vime.errors import VimeError
@@ -94,7 +95,13 @@ def repo(tmp_path_factory):
     git(repo, "init", "-qb", "main")
     commit(
         repo,
-        {"src/bank/__init__.py": "", "src/bank/ledger.py": LEDGER, "tests/test_ledger.py": OLD_TESTS, "tests/conftest.py": "import bank\n"},
+        {
+            "src/bank/__init__.py": "",
+            "src/bank/ledger.py": LEDGER,
+            "tests/test_ledger.py": OLD_TESTS,
+            "tests/conftest.py": "import bank\n",
+            "docs/a.txt": "a\n",
+        },
         "first",
     )
     commit(repo, {"src/bank/ledger.py": FIXED, "tests/test_ledger.py": NEW_TESTS, "CHANGES": "total\n"}, "total: count the first value")
@@ -176,27 +183,42 @@ def test_official_rules_on_outcomes(instance):
     assert swe.passed(i, {"t::a[one two]": "skipped"}, official=True) == {"t::a[one": "skipped", "t::b": "missing"}
 
 
-def test_changes_are_read_from_files_not_from_git(base, tmp_path):
-    """An agent's ignore rules, attributes, index flags and hooks hide nothing; links and odd files are no change."""
-    work = tmp_path / "work"
-    subprocess.run(["cp", "-a", str(base), str(work)], check=True)
-    git(work, "init", "-q")
-    commit(work, {".gitignore": "*.py\n", ".gitattributes": "* -diff\n"}, "mine")
-    git(work, "update-index", "--assume-unchanged", ".gitignore")
-    (work / "src/bank/ledger.py").write_text(FIXED)
-    (work / "src/bank/new.py").write_text("x = 1\n")
-    (work / "src/bank/__init__.py").unlink()
-    (work / "link.py").symlink_to("/etc/passwd")
-    (work / "folder").symlink_to("/etc")
-    os.mkfifo(work / "pipe")
-    files, odd = trees.changed(base, work)
-    assert files["src/bank/ledger.py"] == FIXED.encode() and files["src/bank/new.py"] == b"x = 1\n" and files["src/bank/__init__.py"] is None
-    assert odd.keys() == {"link.py", "folder", "pipe"} and ".git/config" not in files
-    again = trees.from_patch(base, trees.to_patch(base, files))
-    assert again == files
+def test_what_an_agent_tells_its_git_does_not_count(repo, instance, tmp_path):
+    """Ignore rules, attributes, index flags and hooks hide nothing; links and what lies in .git are no change; the repair counts."""
+
+    async def episode(script):
+        async with await open_sandbox((await task.setup(sample))[0]) as box:
+            done = await box.exec(["bash", "-ec", script])
+            assert done.code == 0, done.output
+            notes = SimpleNamespace()
+            return await task.grade(sample, box, notes), notes.notes
+
+    (tmp_path / "i.jsonl").write_text(json.dumps(dataclasses.asdict(instance)) + "\n")
+    data, agent = SimpleNamespace(prompts=str(tmp_path / "i.jsonl")), SimpleNamespace(agent="react")
+    task = swe.Task(SimpleNamespace(data=data, agent=agent, mirror=str(repo.parent)))
+    sample = Sample(prompt="", label=instance.instance_id)
+    fix = "sed -i 's/\\[1:\\]//' src/bank/ledger.py; mkdir -p __pycache__ .git/hooks; echo x >__pycache__/a.pyc; echo false >.git/hooks/pre-commit"
+    lies = "echo '*.py' >.gitignore; echo '* -diff' >.gitattributes; git update-index --assume-unchanged src/bank/ledger.py"
+    lies += "; ln -s /etc/passwd src/link; ln -s /none src/none; truncate -s 9M src/big"
+    reward, notes = asyncio.run(episode(f"{fix}; {lies}; rm tests/test_ledger.py"))
+    assert reward == 1.0 and "src/bank/ledger.py" in notes["model_patch"] and "hooks" not in notes["model_patch"]
+    assert notes["dropped"].keys() == {".gitignore", ".gitattributes", "tests/test_ledger.py"} and "src/big" not in notes["model_patch"]
+    odd = "rm -r tests src/bank/__init__.py docs; echo >tests; mkdir src/bank/__init__.py; echo >src/bank/__init__.py/x; echo >docs"
+    reward, notes = asyncio.run(episode(f"{fix}; {odd}"))
+    assert reward == 0.0 and "cannot be put over the base: IsADirectoryError" in notes["fault"] and notes["model_patch"]
+
+
+def test_files_stay_in_the_tree(base):
+    (base / "folder").symlink_to("/etc")
     for bad in ("../x", "/etc/x", "folder/x"):
         with pytest.raises(VimeError, match="outside"):
-            trees.write(work, {bad: b""})
+            trees.write(base, {bad: b""})
+    files = {"src/bank/ledger.py": FIXED.encode(), "src/bank/new.py": b"x = 1\n", "src/bank/__init__.py": None}
+    (base / "src/bank/old").mkdir()
+    (base / "src/bank/old/a.py").write_text("")
+    gone = trees.whole({"src/bank/old": b"now a file", "src/bank/ledger.py/x": b"", "src": b""}, base)
+    assert gone["src/bank/old/a.py"] is None and gone["src/bank/ledger.py"] is None and gone["src/bank/old"] == b"now a file"
+    assert "deleted file mode" in trees.to_patch(base, files) and "+x = 1" in trees.to_patch(base, files)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +293,9 @@ def test_commands_build_clean_and_verify(repo, instance, tmp_path, capsys):
     assert main(["guard", "clean", str(repo), instance.base_commit, str(tmp_path / "t")]) == 0
     assert capsys.readouterr().out.strip() == instance.base_commit
     (tmp_path / "i.jsonl").write_text(json.dumps(dataclasses.asdict(instance)) + "\n")
-    verify = ["guard", "verify", "--patch", f"{tmp_path}/i.jsonl:{instance.instance_id}", "--fix", git(repo, "rev-parse", "HEAD~1"), "--"]
-    assert main([*verify, str(tmp_path / "t")]) == 0
-    assert main([*verify, str(repo)]) == 1
+    verify = [f"{tmp_path}/i.jsonl", instance.instance_id, "--fix", git(repo, "rev-parse", "HEAD~1")]
+    assert main(["guard", "verify", str(tmp_path / "t"), *verify]) == 0
+    assert main(["guard", "verify", str(repo), *verify]) == 1
     assert "the fix" in capsys.readouterr().out
     assert main(["swe", "build", str(repo), "--fix", "HEAD"]) == 1
     assert "changes no tests" in capsys.readouterr().err

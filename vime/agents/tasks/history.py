@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from vime.agents.tasks.trees import apply, changed, checkout, git
+from vime.agents.tasks.trees import apply, checkout, git
 from vime.errors import VimeError
 
 OFFLINE = {"GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1"}  # what is not here is not here, and a replaced object is the one it was
@@ -66,7 +66,9 @@ def after(tree: Path, patches: list[str]) -> Wanted:
         fixed = shutil.copytree(base, Path(tmp, "fixed"), symlinks=True)
         for patch in patches:
             apply(fixed, patch, "patch")
-        return {p: ((base / p).read_bytes() if (base / p).is_file() else b"", c) for p, c in changed(base, fixed)[0].items() if c is not None}
+        names = [str(f.relative_to(fixed)) for f in fixed.rglob("*") if f.is_file()]
+        both = {p: ((base / p).read_bytes() if (base / p).is_file() else b"", (fixed / p).read_bytes()) for p in names}
+        return {p: (old, new) for p, (old, new) in both.items() if old != new}
 
 
 def verify(tree: Path, patches: list[str], fix: str = "", look: list[Path] | None = None) -> list[str]:
@@ -144,19 +146,3 @@ def compiled(data: bytes, base: bytes, fixed: bytes) -> bool:
     if data[4:8] != b"\0\0\0\0":
         return data[8:16] == importlib.util.source_hash(fixed)
     return int.from_bytes(data[12:16], "little") == len(fixed) & 0xFFFFFFFF
-
-
-def patches(given: list[str]) -> list[str]:
-    """The text of patch files; of FILE.jsonl:ID both patches of that instance."""
-    out = []
-    for text in given:
-        path, _, name = text.rpartition(":")
-        if path.endswith((".jsonl", ".json", ".parquet")):
-            from vime.agents.tasks import swe
-
-            out += [p for i in swe.load(path) if i.instance_id == name for p in (i.patch, i.test_patch)]
-        else:
-            out.append(Path(text).read_text())
-    if not any(out):
-        raise VimeError(f"there is no patch in {' '.join(given)}", "give the gold patch and the test patch, or instances.jsonl:ID")
-    return out

@@ -6,6 +6,7 @@ a network, and their results leave through a signed pipe (cleanroom.py). Standar
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -23,7 +24,7 @@ from typing import Any
 
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.agents.tasks import cleanroom, history
-from vime.agents.tasks.trees import CACHES, Files, apply, checkout, clone_of, git, to_patch, write
+from vime.agents.tasks.trees import CACHES, Files, apply, checkout, clone_of, git, to_patch, whole, write
 from vime.errors import VimeError
 from vime.sample import Sample
 
@@ -83,9 +84,7 @@ def load(path: str | Path) -> list[Instance]:
     names = {f.name: f for f in dataclasses.fields(Instance)}
     out = []
     for n, row in enumerate(rows):
-        lists = {
-            k: json.loads(v) if isinstance(v, str) else list(v) for k, v in row.items() if k in ("FAIL_TO_PASS", "PASS_TO_PASS")
-        }  # the hub has JSON text
+        lists = {k: json.loads(v) if isinstance(v, str) else list(v) for k, v in row.items() if k.endswith("_TO_PASS")}  # the hub has JSON text
         if lacks := [k for k in list(names)[:7] if k not in row]:
             raise VimeError(f"row {n} of {p} lacks {', '.join(lacks)}", "the columns are those of SWE-bench: docs/swe.md")
         out.append(Instance(**{k: v for k, v in row.items() if k in names and v is not None} | lists))
@@ -111,22 +110,16 @@ def screen(files: Files, gold: str, tests: str) -> tuple[Files, dict[str, str]]:
     return {p: c for p, c in files.items() if p not in dropped}, dropped
 
 
-async def run_tests(
-    tree: Path, files: list[str], i: Instance, python: str, timeout: float, mine: Files | None = None
-) -> tuple[dict[str, str], str | None, str]:
+async def run_tests(tree: Path, files: list[str], i: Instance, python: str, timeout: float, mine: Files) -> tuple[dict[str, str], str | None, str]:
     """Run pytest on test files of a tree, read-only, in a sandbox. Returns ({id: passed|failed|error|skipped|xfailed|foreign}, fault, log).
     Two canaries with random names lie beside the first file; one must fail and one pass, or the run counts for nothing."""
-    good, bad, key, script = (
-        f"test_{secrets.token_hex(6)}",
-        f"test_{secrets.token_hex(6)}",
-        secrets.token_bytes(32),
-        f"/opt/{secrets.token_hex(8)}.py",
-    )
+    good, bad = (f"test_{secrets.token_hex(6)}" for _ in "ab")
+    key, script = secrets.token_bytes(32), f"/opt/{secrets.token_hex(8)}.py"
     canary = str(Path(files[0]).with_name(f"test_{secrets.token_hex(6)}.py"))
     (tree / canary).write_text(f"def {bad}():\n    assert {{}} == {{1: 2}}\n\n\ndef {good}():\n    assert {{}} == {{}}\n")
     env = {"PATH": f"{Path(python).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TZ": "UTC", "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     env["PYTHONPATH"] = ":".join(f"{ROOM}/{p}" for p in i.paths)
-    job = {"root": ROOM, "paths": i.paths, "files": [*files, canary], "mine": [f"{ROOM}/{p}" for p in mine or ()], "env": env, "timeout": timeout}
+    job = {"root": ROOM, "paths": i.paths, "files": [*files, canary], "mine": [f"{ROOM}/{p}" for p in mine], "env": env, "timeout": timeout}
     binds = ({} if i.image else environment(python)) | {str(tree): ROOM, cleanroom.__file__: script}
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"] if i.image else []  # a local sandbox has its own user
     async with await open_sandbox(SandboxSpec(i.image or "local", binds=binds, timeout_s=timeout + 30)) as box:
@@ -200,8 +193,11 @@ async def grade(i: Instance, base: Path, files: Files, python: str = sys.executa
         os.chmod(tmp, 0o755)  # the tests' user reads it
         tree = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
         flags = suspicious(base, kept)
-        write(tree, kept)
         apply(tree, i.test_patch, f"test patch of {i.instance_id}")
+        try:
+            write(tree, kept)
+        except VimeError as e:
+            return Grade(False, str(e), dict.fromkeys(ids, "missing"), dropped, flags, {}, time.monotonic() - begun)
         outcomes, fault, log = await run_tests(tree, sorted({n.split("::")[0] for n in ids}), i, i.python or python, timeout, kept)
     failed = passed(i, outcomes, official)
     return Grade(not fault and not failed, fault, failed, dropped, flags, outcomes, time.monotonic() - begun, log)
@@ -244,7 +240,7 @@ def build(repo: str | Path, fix: str, name: str = "", python: str = sys.executab
             there = sorted(p for p in touched(made.test_patch) if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$", p) and (tree / p).exists())
             if not there:
                 raise VimeError(f"{fix[:12]} of {name} changes no test file that pytest would run")
-            outcomes, fault, log = asyncio.run(run_tests(tree, there, made, python, timeout))
+            outcomes, fault, log = asyncio.run(run_tests(tree, there, made, python, timeout, {}))
         if fault:
             raise VimeError(f"the tests of {name} at {base[:12]} can't be run: {fault}", "give --python an environment that has what they need", log)
         runs.append({i for i, s in outcomes.items() if s == "passed"})
@@ -304,9 +300,13 @@ class Task:
         if self.gold:
             await sandbox.exec(["git", "apply", "-"], stdin=i.patch.encode("utf-8", "surrogateescape"))
         await sandbox.killall()  # nothing of the agent's may go on while its work is read
-        paths = {p: how for p, how in (await sandbox.changes()).items() if not CACHES & set(Path(p).parts)}
-        files: Files = {p: None if how == "deleted" else await sandbox.read(f"{ROOM}/{p}") for p, how in paths.items()}
+        small = await sandbox.exec(["find", ".", "-type", "f", "-size", "-10240", "-print0"], cwd=ROOM, max_output=64 << 20)  # 5 MiB; no links
+        read = {p.removeprefix("./") for p in small.stdout.decode("utf-8", "surrogateescape").split("\0")}
+        paths = {p: how for p, how in (await sandbox.changes()).items() if not CACHES & set(Path(p).parts) and (p in read or how == "deleted")}
+        files = whole({p: None if how == "deleted" else await sandbox.read(f"{ROOM}/{p}") for p, how in paths.items()}, base)
         g = await grade(i, base, files, self.python, self.args.get("timeout", 300), self.args.get("official", False))
         found = {k: v for k, v in dataclasses.asdict(g).items() if k not in ("outcomes", "log")}
-        episode.notes = {"instance_id": i.instance_id, "model_patch": to_patch(base, files)} | found
+        with contextlib.suppress(VimeError):  # what can't be put over the base is no patch
+            found["model_patch"] = to_patch(base, files)
+        episode.notes = {"instance_id": i.instance_id, "model_patch": ""} | found
         return float(g.resolved)

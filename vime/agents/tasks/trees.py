@@ -2,16 +2,14 @@
 
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 from pathlib import Path
 
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 
 Files = dict[str, bytes | None]  # path in the tree -> new content, None where it was deleted
 CACHES = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".venv", "venv", "node_modules"}
-MOST = 5 << 20  # bytes of one file of an agent's work
 
 
 def git(*args: str, env: dict[str, str] | None = None, data: bytes | None = None, ok: tuple[int, ...] = (0,)) -> bytes:
@@ -62,59 +60,21 @@ def checkout(repo: str | Path, commit: str, to: Path) -> Path:
     return to
 
 
-def listing(root: Path) -> dict[str, Path]:
-    """Files and links below root, relative path -> path, without caches and git's own folder; links are not followed."""
-    found = {}
-    for folder, names, files in os.walk(root):
-        links = [n for n in names if os.path.islink(os.path.join(folder, n))]
-        names[:] = [n for n in names if n not in CACHES and n not in links]
-        for n in files + links:
-            p = Path(folder, n)
-            found[str(p.relative_to(root))] = p
-    return found
-
-
-def changed(base: Path, work: Path) -> tuple[Files, dict[str, str]]:
-    """What differs in `work`, found by reading files, so that no ignore file, attribute, index flag or hook in there can hide a thing.
-    Returns (files, {path: reason} of what can't be part of a change)."""
-    before, after = listing(base), listing(work)
-    files: Files = {p: None for p in before if p not in after}
-    odd = {}
-    for path, p in after.items():
-        was, size = before.get(path), p.lstat().st_size
-        if not stat.S_ISREG(p.lstat().st_mode):
-            if not (was and was.is_symlink() and p.is_symlink() and os.readlink(was) == os.readlink(p)):
-                odd[path] = "no regular file"
-        elif size > MOST:
-            odd[path] = f"larger than {MOST >> 20} MiB"
-        elif not was or was.is_symlink() or was.stat().st_size != size or was.read_bytes() != p.read_bytes():
-            files[path] = p.read_bytes()
-    return files, odd
-
-
 def apply(tree: Path, patch: str, what: str) -> None:
     """git apply, outside of any repository. Raises VimeError with its words."""
     if patch.strip():
         try:
-            git(
-                "-C",
-                str(tree),
-                "apply",
-                "--whitespace=nowarn",
-                "-",
-                env={"GIT_CEILING_DIRECTORIES": str(tree.parent)},
-                data=patch.encode("utf-8", "surrogateescape"),
-            )
+            text = patch.encode("utf-8", "surrogateescape")
+            git("-C", str(tree), "apply", "--whitespace=nowarn", "-", env={"GIT_CEILING_DIRECTORIES": str(tree.parent)}, data=text)
         except VimeError as e:
             raise VimeError(f"the {what} does not apply", "it is against another base, or no diff of git", e.log) from None
 
 
-def from_patch(base: Path, patch: str) -> Files:
-    """A prediction (a unified diff) as files. Raises VimeError where it does not apply."""
-    with tempfile.TemporaryDirectory() as tmp:
-        work = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
-        apply(work, patch, "patch")
-        return changed(base, work)[0]
+def whole(files: Files, base: Path) -> Files:
+    """A folder that was deleted, or gave way to a file, as the deletion of its files; a file that gave way to a folder, as deleted."""
+    gone = {str(f.relative_to(base)) for p in files if (base / p).is_dir() for f in (base / p).rglob("*") if not f.is_dir() or f.is_symlink()}
+    gone |= {str(a) for p in files for a in Path(p).parents if (base / a).is_file()}
+    return dict.fromkeys(gone, None) | {p: c for p, c in files.items() if c is not None or not (base / p).is_dir()}
 
 
 def to_patch(base: Path, files: Files) -> str:
@@ -127,13 +87,18 @@ def to_patch(base: Path, files: Files) -> str:
 
 
 def write(tree: Path, files: Files) -> None:
-    """Lay files over a tree. A path that leaves it, or goes through a link, is refused."""
-    for path, content in files.items():
+    """Lay files over a tree. Raises VimeError for a path that leaves it, goes through a link, or is a folder there."""
+    for path, content in sorted(files.items(), key=lambda f: f[1] is not None):  # what was deleted first
         p = tree / path
         if ".." in Path(path).parts or not p.parent.resolve().is_relative_to(tree.resolve()):
             raise VimeError(f"{path!r} is outside of the tree", "an agent's change may only name files in its work folder")
-        if p.is_symlink() or content is None:
-            p.unlink(missing_ok=True)
-        if content is not None:
-            p.parent.mkdir(parents=True, exist_ok=True)
-            p.write_bytes(content)
+        try:
+            if p.is_symlink() or content is None:
+                p.unlink(missing_ok=True)
+            if content is not None:
+                p.parent.mkdir(parents=True, exist_ok=True)
+                if p.is_dir() and not any(f.is_file() or f.is_symlink() for f in p.rglob("*")):
+                    shutil.rmtree(p)  # a folder whose files were all deleted
+                p.write_bytes(content)
+        except OSError as e:
+            raise VimeError(f"{path!r} cannot be put over the base: {said(e)}") from e
