@@ -16,7 +16,7 @@ from vime import config
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *("quickstart", "rollout", "engines", "plugins", "eval", "multimodal", "parity", "algorithms", "moe", "parallel", "trainer", "weights"),
-    *("benchmarks", "dependencies", "data-plane"),
+    *("benchmarks", "dependencies", "data-plane", "reward-hacking"),
 ]
 DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in PAGES)]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out

@@ -56,7 +56,8 @@ class PathSet(BaseModel, extra="forbid"):
     def differs(self, old: bytes | None, new: bytes | None) -> bool:
         """Whether a file that went from `old` to `new` (None: not there) has changed in what counts."""
         if self.part:
-            return re.findall(self.part, text(old), re.M | re.S) != re.findall(self.part, text(new), re.M | re.S)
+            before, after = ("\n".join(re.findall(self.part, text(t), re.M | re.S)).split() for t in (old, new))
+            return before != after
         same = old == new or (self.existing and old is None)
         return not same and not (self.additive and old is not None and new is not None and additive(old, new))
 
@@ -160,9 +161,9 @@ class Guard:
     async def before(self, tool: str, args: dict[str, Any], cwd: str = "") -> Verdict:
         """`check`, kept in `verdicts`; before the first action the pristine tree is learnt."""
         if self.world.files is None and self.sandbox is not None:
-            folder = tempfile.mkdtemp(prefix="vime-guard-")
-            await self.sandbox.download(self.world.root, folder)
-            self.learn(Path(folder))
+            self._copy = tempfile.TemporaryDirectory(prefix="vime-guard-")  # goes with the guard
+            await self.sandbox.download(self.world.root, self._copy.name)
+            self.learn(Path(self._copy.name))
         self.verdicts.append(self.check(tool, args, cwd))
         return self.verdicts[-1]
 
