@@ -107,6 +107,7 @@ class Guard:
     def __init__(self, policy: str | Path = "code_repair", sandbox: Any = None, root: str = "", base: str | Path | None = None):
         self.name, self.sandbox, self.verdicts, self._ran, self.base = policy, sandbox, list[Verdict](), list[str](), Path()
         self.policy, self.world = Policy.load(policy), World((root or getattr(sandbox, "workdir", "/testbed")).rstrip("/"))
+        self._shell: Reader | None = None
         if base := base or getattr(getattr(sandbox, "spec", None), "base", None):
             self.learn(Path(base))
 
@@ -119,8 +120,11 @@ class Guard:
         self.policy = Policy.load(self.name, "|".join(map(re.escape, sorted(packages))) or "(?!)")
 
     def check(self, tool: str, args: dict[str, Any], cwd: str = "") -> Verdict:
-        """What the rules say of an action that has not run. `cwd`: the folder of the agent's shell (the task's root by default)."""
+        """What the rules say of an action that has not run. `cwd`: the folder of the agent's shell, where it is known; else the guard follows the
+        shell's `cd`, variables and functions from call to call. Other tools act from the task's root."""
         r, worst = Reader(self.world, cwd or self.world.root), Verdict()
+        if "command" in args and "path" not in args and not cwd:
+            r = self._shell = Reader(self.world, self.world.root, self._shell)
         if path := args.get("path") or args.get("file_path"):
             edited(r, path, args)
         elif "code" in args:
