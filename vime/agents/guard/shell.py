@@ -83,8 +83,11 @@ class Reader:
 
     def __init__(self, world: World, cwd: str, after: "Reader | None" = None):
         """`after`: the same shell, before."""
-        self.world, self.cwd, self.acts, self.depth, self.pipe = world, after.cwd if after else cwd, list[Act](), 0, ""
-        self.vars, self.functions = (after.vars, after.functions) if after else ({"HOME": "/root", "PWD": cwd}, dict[str, Any]())
+        self.world, self.cwd, self.acts, self.depth, self.pipe = world, cwd, list[Act](), 0, ""
+        self.vars: dict[str, str] = {"HOME": "/root", "PWD": cwd}
+        self.functions: dict[str, Any] = {}
+        if after:
+            self.cwd, self.vars, self.functions = after.cwd, after.vars, after.functions
 
     def paths(self, word: str) -> list[str]:
         """Absolute paths that a word stands for: braces, ~, `..`, links and globs resolved; one with U in it is not known."""
