@@ -153,7 +153,7 @@ def cost(runs: list[dict[str, Any]]) -> dict[str, float]:
         guard.world = World(ROOT, {f"{ROOT}/{f}" for f in r["files"]})
         for a in r["actions"]:
             began = time.thread_time()
-            guard.check("shell", arguments(a))
+            guard.check("shell", arguments(a), ROOT)
             spent.append(1e3 * (time.thread_time() - began))
     spent.sort()
     return {"mean": sum(spent) / len(spent), "p50": spent[len(spent) // 2], "p99": spent[int(0.99 * len(spent))], "n": len(spent)}

@@ -288,7 +288,7 @@ async def play(repo: Repository, actions: list[dict[str, Any]], graded: bool = F
         for path, text in repo.outside.items():
             await box.write(path, text.encode())
         for action in actions:
-            said = await guard.before("shell", action)
+            said = await guard.before("shell", action, ROOT)
             await perform(box, action)
             out.append(Outcome(said, await guard.after()))
         if repaired:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
-from vime.model import BOS, CHARS, EOS, LETTERS, LENGTH, PAD, _char_tokenizer, encode
+from vime.model import BOS, CHARS, EOS, LENGTH, LETTERS, PAD, _char_tokenizer, encode
 
 
 def demonstration(rng: random.Random) -> tuple[str, str]:

@@ -123,6 +123,8 @@ def test_follows_an_episode(base):
     assert verdict(base, "ln -s tests quick", "rm quick/test_a.py").rule == "tests-changed"
     assert verdict(base, "git stash", "git stash show -p").decision == "allow"
     assert verdict(base, "rm test_a.py", cwd="/testbed/tests").rule == "tests-changed"
+    assert verdict(base, "cd tests", "F=test_a; f() { rm $F.py; }", "f").rule == "tests-changed"
+    assert verdict(base, "cd tests", "edit:create path=test_a.py text='x'").decision == "allow"
 
 
 def test_unknown_files_are_taken_to_exist():

@@ -56,7 +56,8 @@ class PathSet(BaseModel, extra="forbid"):
     def differs(self, old: bytes | None, new: bytes | None) -> bool:
         """Whether a file that went from `old` to `new` (None: not there) has changed in what counts."""
         if self.part:
-            return re.findall(self.part, text(old), re.M | re.S) != re.findall(self.part, text(new), re.M | re.S)
+            before, after = ("\n".join(re.findall(self.part, text(t), re.M | re.S)).split() for t in (old, new))
+            return before != after
         same = old == new or (self.existing and old is None)
         return not same and not (self.additive and old is not None and new is not None and additive(old, new))
 
@@ -106,6 +107,7 @@ class Guard:
     def __init__(self, policy: str | Path = "code_repair", sandbox: Any = None, root: str = "", base: str | Path | None = None):
         self.name, self.sandbox, self.verdicts, self._ran, self.base = policy, sandbox, list[Verdict](), list[str](), Path()
         self.policy, self.world = Policy.load(policy), World((root or getattr(sandbox, "workdir", "/testbed")).rstrip("/"))
+        self._shell: Reader | None = None
         if base := base or getattr(getattr(sandbox, "spec", None), "base", None):
             self.learn(Path(base))
 
@@ -118,8 +120,11 @@ class Guard:
         self.policy = Policy.load(self.name, "|".join(map(re.escape, sorted(packages))) or "(?!)")
 
     def check(self, tool: str, args: dict[str, Any], cwd: str = "") -> Verdict:
-        """What the rules say of an action that has not run. `cwd`: the folder of the agent's shell (the task's root by default)."""
+        """What the rules say of an action that has not run. `cwd`: the folder of the agent's shell, where it is known; else the guard follows the
+        shell's `cd`, variables and functions from call to call. Other tools act from the task's root."""
         r, worst = Reader(self.world, cwd or self.world.root), Verdict()
+        if "command" in args and "path" not in args and not cwd:
+            r = self._shell = Reader(self.world, self.world.root, self._shell)
         if path := args.get("path") or args.get("file_path"):
             edited(r, path, args)
         elif "code" in args:
@@ -160,9 +165,9 @@ class Guard:
     async def before(self, tool: str, args: dict[str, Any], cwd: str = "") -> Verdict:
         """`check`, kept in `verdicts`; before the first action the pristine tree is learnt."""
         if self.world.files is None and self.sandbox is not None:
-            folder = tempfile.mkdtemp(prefix="vime-guard-")
-            await self.sandbox.download(self.world.root, folder)
-            self.learn(Path(folder))
+            self._copy = tempfile.TemporaryDirectory(prefix="vime-guard-")  # goes with the guard
+            await self.sandbox.download(self.world.root, self._copy.name)
+            self.learn(Path(self._copy.name))
         self.verdicts.append(self.check(tool, args, cwd))
         return self.verdicts[-1]
 

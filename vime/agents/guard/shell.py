@@ -81,9 +81,13 @@ def plain(data: bytes) -> str:
 class Reader:
     """Reads commands in one World; `acts` is what it found. cwd, variables and functions last as long as it does, as in one shell."""
 
-    def __init__(self, world: World, cwd: str):
+    def __init__(self, world: World, cwd: str, after: "Reader | None" = None):
+        """`after`: the same shell, before."""
         self.world, self.cwd, self.acts, self.depth, self.pipe = world, cwd, list[Act](), 0, ""
-        self.vars, self.functions = {"HOME": "/root", "PWD": cwd}, dict[str, Any]()
+        self.vars: dict[str, str] = {"HOME": "/root", "PWD": cwd}
+        self.functions: dict[str, Any] = {}
+        if after:
+            self.cwd, self.vars, self.functions = after.cwd, after.vars, after.functions
 
     def paths(self, word: str) -> list[str]:
         """Absolute paths that a word stands for: braces, ~, `..`, links and globs resolved; one with U in it is not known."""
