@@ -124,10 +124,10 @@ def test_time_runs_out(installed, folder, repo):
     assert WRONG in calc and len(listed.splitlines()) == 3, listed
 
 
-@pytest.mark.parametrize("caps", [{"max_requests": 2}, {"max_tokens": 100}])
-def test_the_budget_runs_out(caps, installed, folder, repo):
-    installed("claude_code")
-    done, _, _, metrics, _, _ = asyncio.run(perform("claude_code", folder, repo, **caps))
+@pytest.mark.parametrize(("name", "caps"), [("claude_code", {"max_tokens": 100}), ("codex", {"max_requests": 2})])
+def test_the_budget_runs_out(name, caps, installed, folder, repo):
+    installed(name)
+    done, _, _, metrics, _, _ = asyncio.run(perform(name, folder, repo, **caps))
     assert done.state == "budget", done
     assert metrics["agent/trainable_fraction"] == 1.0 and metrics["agent/turns"] <= 2
 
@@ -190,7 +190,7 @@ def test_a_harness_in_front_of_a_real_server(babbler, installed, repo):
     url, path = babbler
 
     async def go():
-        g = await Gateway.open(url, path, GatewayConfig(parser="hermes", max_requests=3))
+        g = await Gateway.open(url, path, GatewayConfig(parser="hermes", max_requests=2))
         client = EngineClient(url)
         try:
             await g.start()
@@ -199,7 +199,7 @@ def test_a_harness_in_front_of_a_real_server(babbler, installed, repo):
                 done = await harness.run("mini_swe_agent", PROMPT, box, session.token, g.model, timeout=300)
             assert done.state == "budget", done
             metrics, rows = session.metrics(), session.finish()
-            assert metrics["agent/turns"] == 3 and metrics["agent/trainable_fraction"] == 1.0, metrics
+            assert metrics["agent/turns"] == 2 and metrics["agent/trainable_fraction"] == 1.0, metrics
             assert sum(sum(r.loss_mask) for r in rows) == metrics["agent/sampled_tokens"] > 0
             for row in rows:
                 scored = (await client.prompt_logprobs(row.tokens))[row.prompt_length - 1 :]
