@@ -262,12 +262,12 @@ def test_pings_and_failures_while_streaming(folder):
             body = PROTOCOLS[path] | {"stream": True}
             status, text = await post(at(g, path), body, s.token)
             assert status == 200 and ping in text and end in text and text.index(ping) > text.index("data: ")
-            engine.script = lambda body, n: {"token_ids": [], "delay": 0.15}
+            engine.script = lambda body, n: {"token_ids": [], "delay": 0.6}
             status, text = await post(at(g, path), body | {"again": 1}, s.token)
             assert status == 200 and ("event: error" in text or "response.failed" in text)
-            engine.script = lambda body, n: {"text": "hi", "delay": 0.15}
+            engine.script = lambda body, n: {"text": "hi", "delay": 0.6}
 
-    run(folder, lambda body, n: {"text": "hi", "delay": 0.15}, go, ping=0.05)
+    run(folder, lambda body, n: {"text": "hi", "delay": 0.6}, go, ping=0.05)
 
 
 def test_aborted_generations_go_on(folder):
