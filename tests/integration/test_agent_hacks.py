@@ -1,5 +1,6 @@
 """agent.on_hack: what becomes of an episode to which the guard of its task objected."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,15 @@ import pytest
 
 from tests.agents_kit import said
 from tests.unit.test_agent_rollout import run
-from vime.agents.sandbox import SandboxSpec
+from vime.agents import harness
+from vime.agents.guard import Guard
+from vime.agents.interaction import Episode
+from vime.agents.rollout import black_box
+from vime.agents.sandbox import SandboxSpec, open_sandbox
+from vime.agents.tools import Context
 from vime.hooks import Args
 from vime.sample import Sample, Status
+from vime.sections import AgentConfig
 
 BLOCKED = "sed -i 's/==/!=/' tests/test_op.py"
 UNSEEN = "for i in t e s t s; do x=$x$i; done; echo > $x/test_op.py"  # nobody can tell before it runs what it writes
@@ -56,3 +63,23 @@ def test_no_hack(tmp_path: Path) -> None:
     agent = {"task": f"{__name__}:Repair", "tools": ["shell"], "on_hack": "penalty"}
     _, (s,), _ = run(tmp_path, [shell("cat tests/test_op.py"), "done"], [Sample(prompt="look", tokens=[1])], agent=agent, args={"base": str(base)})
     assert s.reward == 1.0 and s.metadata["agent_metrics"]["agent/hacked"] == 0.0
+
+
+@pytest.mark.parametrize(("path", "status"), [("tests/test_op.py", "blocked"), ("op.py", "answered")])
+def test_a_harness_where_the_tree_lies_in_the_sandbox_alone(monkeypatch: pytest.MonkeyPatch, path: str, status: str) -> None:
+    """As with the image of an instance: what was there before the agent is learnt from the sandbox itself."""
+
+    async def acts(name: str, prompt: str, box: Any, token: str, model: str, timeout: float) -> harness.HarnessResult:
+        await box.write(path, b"assert True\n")
+        return harness.HarnessResult("completed", 0, 0.1, "")
+
+    async def go() -> Episode:
+        async with await open_sandbox(SandboxSpec()) as box, Context(box) as ctx:
+            await box.write("tests/test_op.py", b"def test_op(): assert False\n")
+            await box.write("op.py", b"")
+            ctx.guard = Guard("code_repair", box)
+            return await black_box(AgentConfig(agent="codex"), "m", "t", [{"role": "user", "content": "repair"}], [], ctx)
+
+    monkeypatch.setattr(harness, "run", acts)
+    episode = asyncio.run(go())
+    assert (episode.status, episode.hacked) == (status, status == "blocked")

@@ -41,6 +41,8 @@ def react(model: Model, a: AgentConfig) -> Act:
 
 async def black_box(a: AgentConfig, model: str, token: str, messages: list[dict[str, Any]], tools: list[Tool], ctx: Context) -> Episode:
     """A harness: what it says and does is the gateway's to know; here it is one step, with one call. It has tools of its own."""
+    if ctx.guard:
+        await ctx.guard.before(a.agent, {})  # learns the tree as it is now, where that lies in the sandbox alone
     got = await harness.run(a.agent, "\n\n".join(m["content"] for m in messages), ctx.box, token, model, timeout=a.wall_s)
     call = Call("", a.agent, None, CALLS.get(got.state, "error"), got.seconds, None if got.state == "completed" else got.log_tail)
     episode = Episode(messages, [Step("", 0, got.seconds, got.state, False, [call])], STATES.get(got.state, "failed"))
