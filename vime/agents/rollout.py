@@ -47,8 +47,6 @@ async def black_box(a: AgentConfig, model: str, token: str, messages: list[dict[
     call = Call("", a.agent, None, CALLS.get(got.state, "error"), got.seconds, None if got.state == "completed" else got.log_tail)
     episode = Episode(messages, [Step("", 0, got.seconds, got.state, False, [call])], STATES.get(got.state, "failed"))
     episode.error = got.log_tail if episode.status == "failed" else ""
-    if ctx.guard and (verdict := await ctx.guard.after()).decision == "block":
-        call.status, call.metadata, episode.status = "blocked", {"rule": verdict.rule}, "blocked"
     return episode
 
 
@@ -69,6 +67,10 @@ async def run_episode(
             ctx.guard = Guard(policy, sandbox)
         every = [*tools, *own, *await mcp.connect(a.mcp, ctx)]
         episode = await act(messages, every, ctx)
+        # what a harness left, or a call that raised, or a job in the background: nobody has looked since
+        if ctx.guard and sandbox and episode.calls and (verdict := await ctx.guard.after()).decision == "block":
+            last, episode.status = episode.calls[-1], "blocked"
+            last.status, last.metadata = "blocked", last.metadata | {"rule": verdict.rule, "violation": True}
         reward = await task.grade(sample, sandbox, episode)
     if episode.hacked:
         value = -a.hack_penalty if a.on_hack == "penalty" else 0.0
