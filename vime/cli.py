@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   vime engines runs/demo list                      the servers of a running job; drain, replace and add them
   vime bench rollout run.toml --seconds 30         load the servers and report what they say of themselves
   vime gateway --engine http://127.0.0.1:8000 --model DIR   providers' APIs in front of a vLLM server, tokens recorded
+  vime eval examples/swe/swe.toml --agent gold      an agent, without training: against any OpenAI-compatible endpoint
   vime bench dataplane --quick                     what it costs to move samples, through a controller and past it
   vime bench guard                                 how much reward hacking the guard stops, and what it costs honest work
   vime parity run.toml --b parallel.fsdp=2         whether two variants of a run learn the same

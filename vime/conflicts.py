@@ -30,6 +30,9 @@ def conflicts(cfg: Config) -> list[str]:
         faults.append("agent.task generates every sample: leave out rollout.custom_generate and rollout.function")
     if cfg.agent.task and cfg.data.apply_chat_template:
         faults.append("agent.task makes the messages from each row's prompt: set data.apply_chat_template = false")
+    parsers = {"tool_call_parser", "reasoning_parser"}
+    if cfg.agent.task and cfg.gateway.parser == "server" and any(not parsers & s.vllm.keys() for s in cfg.servers):
+        faults.append('gateway.parser = "server" needs servers that parse: set vllm.enable_auto_tool_choice and vllm.tool_call_parser, or another parser')
     if cfg.agent.task and r.routing_replay:
         faults.append("agent.task does not go with rollout.routing_replay: the gateway keeps no experts")
     if not cfg.agent.task and (cfg.agent != type(cfg.agent)() or str(r.custom_generate).startswith("vime.agents.")):

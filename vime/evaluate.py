@@ -80,7 +80,12 @@ def episodes(cfg: EvalFile) -> list[Sample]:
     """One for each episode; `n_samples` for each row of data.prompts. Raises: VimeError."""
     d, n = cfg.data, cfg.n_samples
     try:
-        rows = [json.loads(line) for line in Path(d.prompts).read_text().splitlines() if line.strip()]
+        if (file := Path(d.prompts)).suffix == ".parquet":
+            from pyarrow.parquet import read_table
+
+            rows = read_table(file).to_pylist()
+        else:
+            rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
         made = [{"prompt": r[d.input_key], "label": r.get(d.label_key), "metadata": r.get(d.metadata_key) or {}} for r in rows]
     except (OSError, ValueError, KeyError) as e:
         raise VimeError(

@@ -237,7 +237,7 @@ BASE = {"model": "m", "data": {"prompts": "p", "apply_chat_template": False}}
 
 
 def test_the_agent_section_makes_the_rollout() -> None:
-    cfg = config.validate(BASE | {"agent": {"task": "a:b"}}, "test")
+    cfg = config.validate(BASE | {"agent": {"task": "a:b"}, "gateway": {"parser": "hermes"}}, "test")
     assert cfg.rollout.custom_generate == config.AGENTS
     import tomllib
 
@@ -250,6 +250,7 @@ def test_the_agent_section_makes_the_rollout() -> None:
         ({"agent": {"task": "a:b"}, "rollout": {"custom_generate": "c:d"}}, "agent.task generates every sample"),
         ({"agent": {"task": "a:b"}, "data": {"prompts": "p"}}, "set data.apply_chat_template = false"),
         ({"agent": {"max_turns": 3}}, "agent.task is unset"),
+        ({"agent": {"task": "a:b"}, "vllm": {"max-num-seqs": 2}}, "needs servers that parse"),
         ({"agent": {"task": "a:b", "on_hack": "penaltie"}}, "did you mean 'penalty'"),
     ],
 )

@@ -14,9 +14,11 @@ import pyarrow.parquet
 import pytest
 
 from benchmarks.swe_rows import ROWS, TABLE, in_source
+from vime import evaluate
 from vime.agents.sandbox import open_sandbox
 from vime.agents.tasks import swe, trees
 from vime.cli import main
+from vime.config import DataConfig
 from vime.errors import VimeError
 from vime.sample import Sample
 
@@ -243,6 +245,10 @@ def test_instances_are_read_in_the_official_format(instance, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([hub]), tmp_path / "a.parquet")
     assert swe.load(tmp_path / "a.jsonl") == swe.load(tmp_path / "a.parquet") == [instance]
+    for name in ("a.jsonl", "a.parquet"):
+        data = DataConfig(prompts=str(tmp_path / name), input_key="problem_statement", label_key="instance_id")
+        (s,) = evaluate.episodes(SimpleNamespace(data=data, n_samples=1))
+        assert (s.prompt, s.label) == (instance.problem_statement, instance.instance_id)
     del row["test_patch"]
     (tmp_path / "b.json").write_text(json.dumps([row]))
     with pytest.raises(VimeError, match="lacks test_patch"):

@@ -41,12 +41,12 @@ def react(model: Model, a: AgentConfig) -> Act:
 
 async def black_box(a: AgentConfig, model: str, token: str, messages: list[dict[str, Any]], tools: list[Tool], ctx: Context) -> Episode:
     """A harness: what it says and does is the gateway's to know; here it is one step, with one call. It has tools of its own."""
+    if ctx.guard:
+        await ctx.guard.before(a.agent, {})  # learns the tree as it is now, where that lies in the sandbox alone
     got = await harness.run(a.agent, "\n\n".join(m["content"] for m in messages), ctx.box, token, model, timeout=a.wall_s)
     call = Call("", a.agent, None, CALLS.get(got.state, "error"), got.seconds, None if got.state == "completed" else got.log_tail)
     episode = Episode(messages, [Step("", 0, got.seconds, got.state, False, [call])], STATES.get(got.state, "failed"))
     episode.error = got.log_tail if episode.status == "failed" else ""
-    if ctx.guard and (verdict := await ctx.guard.after()).decision == "block":
-        call.status, call.metadata, episode.status = "blocked", {"rule": verdict.rule}, "blocked"
     return episode
 
 
@@ -67,6 +67,10 @@ async def run_episode(
             ctx.guard = Guard(policy, sandbox)
         every = [*tools, *own, *await mcp.connect(a.mcp, ctx)]
         episode = await act(messages, every, ctx)
+        # what a harness left, or a call that raised, or a job in the background: nobody has looked since
+        if ctx.guard and sandbox and episode.calls and (verdict := await ctx.guard.after()).decision == "block":
+            last, episode.status = episode.calls[-1], "blocked"
+            last.status, last.metadata = "blocked", last.metadata | {"rule": verdict.rule, "violation": True}
         reward = await task.grade(sample, sandbox, episode)
     if episode.hacked:
         value = -a.hack_penalty if a.on_hack == "penalty" else 0.0
