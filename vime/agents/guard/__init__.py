@@ -126,12 +126,15 @@ class Guard:
         r, worst = Reader(self.world, cwd or self.world.root), Verdict()
         if "command" in args and "path" not in args and not cwd:
             r = self._shell = Reader(self.world, self.world.root, self._shell)
-        if path := args.get("path") or args.get("file_path"):
-            edited(r, path, args)
-        elif "code" in args:
-            code.read(r, str(args["code"]))
-        else:
-            r.shell(str(args.get("command") or args.get("cmd") or ""))
+        try:
+            if path := args.get("path") or args.get("file_path"):
+                edited(r, path, args)
+            elif "code" in args:
+                code.read(r, str(args["code"]))
+            else:
+                r.shell(str(args.get("command") or args.get("cmd") or ""))
+        except RecursionError:
+            r.act("sh", unknown="what a command does that is nested so deep")
         for act in r.acts:
             rule = next((rule for rule in self.policy.rules if self._applies(rule, act)), None)
             if rule and RANK[rule.decision] > RANK[worst.decision]:
