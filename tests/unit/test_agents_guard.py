@@ -268,3 +268,18 @@ def test_names_beyond_ascii(base):
     r = Reader(World("/r", {"/r/tests/t\u00e9\u4e16\U000fd22c.py"}), "/r")
     r.shell("rm 'tests/t\u00e9\u4e16\U000fd22c.py' \"tests/\u00fc$HOME\"; {\U000fd22c\u04c2 $'\\x16")
     assert next(a for a in r.acts if a.program == "rm").of("deletes")[0] in r.world.files
+
+
+LOOPS = "\n".join(f"for {v} in {' '.join(map(str, range(60)))}; do" for v in "abcdef") + "\ntrue" + "\ndone" * 6
+BOMBS = [
+    LOOPS + "; rm tests/test_a.py", "rm " + "{a,b}" * 40, f"a=xx; for i in {' '.join(map(str, range(64)))}; do a=$a$a; done", "f() { f; f; }; f", "(" * 3000, "echo $(" * 400,
+    "python3 - <<'E'\n" + "\n".join(" " * i + f"for a{i} in {list(range(60))}:" for i in range(8)) + "\n" + " " * 8 + "pass\nE",
+    "python3 -c \"x = 'aaaaaaaaaa'" + ".replace('a', 'aaaaaaaaaa')" * 30 + '"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "command"), enumerate(BOMBS), ids=range(len(BOMBS)))
+def test_no_command_takes_long_to_read(n, command):
+    """Each would take longer than the age of the universe, or all memory, if it were followed to its end. Where one is cut short, that is said."""
+    verdict = Guard(root="/testbed").check("shell", {"command": command})
+    assert verdict.rule == "undecided" or n not in (0, 3, 4, 6)

@@ -6,13 +6,15 @@ the grader's (vime/agents/tasks/), which takes nothing of the agent's tree but i
 """
 
 import ast
+import copy
+import os
 import re
 import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,11 +115,10 @@ class Guard:
 
     def learn(self, base: Path) -> None:
         """Takes the names, links and packages of the pristine tree."""
-        self.base, found = base, {f"{self.world.root}/{p.relative_to(base).as_posix()}": p for p in base.rglob("*")}
-        links = {at: str(p.readlink()) for at, p in found.items() if p.is_symlink()}
-        self.world = World(self.world.root, {at for at, p in found.items() if at in links or not p.is_dir()}, links)
-        packages = {p.parent.name for p in [*base.glob("*/__init__.py"), *base.glob("src/*/__init__.py")]} - {"tests", "test", "docs"}
-        self.policy = Policy.load(self.name, "|".join(map(re.escape, sorted(packages))) or "(?!)")
+        known, packages = pristine(str(base), self.world.root)
+        self.base, self.world = base, copy.copy(known)
+        self.world.links, self.world.texts = dict(known.links), {}
+        self.policy = Policy.load(self.name, packages)
 
     def check(self, tool: str, args: dict[str, Any], cwd: str = "") -> Verdict:
         """What the rules say of an action that has not run. `cwd`: the folder of the agent's shell, where it is known; else the guard follows the
@@ -125,12 +126,15 @@ class Guard:
         r, worst = Reader(self.world, cwd or self.world.root), Verdict()
         if "command" in args and "path" not in args and not cwd:
             r = self._shell = Reader(self.world, self.world.root, self._shell)
-        if path := args.get("path") or args.get("file_path"):
-            edited(r, path, args)
-        elif "code" in args:
-            code.read(r, str(args["code"]))
-        else:
-            r.shell(str(args.get("command") or args.get("cmd") or ""))
+        try:
+            if path := args.get("path") or args.get("file_path"):
+                edited(r, path, args)
+            elif "code" in args:
+                code.read(r, str(args["code"]))
+            else:
+                r.shell(str(args.get("command") or args.get("cmd") or ""))
+        except RecursionError:
+            r.act("sh", unknown="what a command does that is nested so deep")
         for act in r.acts:
             rule = next((rule for rule in self.policy.rules if self._applies(rule, act)), None)
             if rule and RANK[rule.decision] > RANK[worst.decision]:
@@ -187,12 +191,25 @@ class Guard:
         """`now`: files that changed, relative to the root, as they are (None: gone). They are held against the pristine tree."""
         for path, new in now.items():
             old = (self.base / path).read_bytes() if (self.base / path).is_file() else None
-            added = "\n".join(s for s in text(new).splitlines() if s not in set(text(old).splitlines()))
+            was = set(text(old).splitlines())
+            added = "\n".join(s for s in text(new).splitlines() if s not in was)
             for rule in self.policy.state:
                 kinds = [k for k in (self.policy.paths[n] for n in rule.paths["changes"]) if k.holds(path)]
                 if any(k.differs(old, new) for k in kinds) and re.search(rule.match.get("text", ""), added, re.S):
                     return Verdict(rule.decision, rule.id, f"{path}: {rule.reason}")
         return Verdict()
+
+
+@lru_cache(64)
+def pristine(base: str, root: str) -> tuple[World, str]:
+    """What a tree holds, git's own folder left out, as seen at `root`; its packages as a regular expression. Episodes of one task share it."""
+    world = World(root, set())
+    for folder, names, files in os.walk(base):
+        names[:], at = [n for n in names if n != ".git"], root + folder[len(base) :]
+        world.links |= {f"{at}/{n}": os.readlink(os.path.join(folder, n)) for n in names + files if os.path.islink(os.path.join(folder, n))}
+        world.files |= {f"{at}/{n}" for n in files}  # type: ignore[operator]
+    tops = [p for p in world.folders if p.rpartition("/")[0] in (root, f"{root}/src") and world.under(f"{p}/__init__.py")]
+    return world, "|".join(sorted({re.escape(p.rpartition("/")[2]) for p in tops} - {"tests", "test", "docs"})) or "(?!)"
 
 
 def edited(r: Reader, path: str, args: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-from vime.agents.guard.shell import TABLE, Reader, U
+from vime.agents.guard.shell import LONG, TABLE, WIDE, Reader, U
 
 CALLS: dict[str, Any] = TABLE["python"]
 
@@ -91,7 +91,8 @@ class Code(ast.NodeVisitor):
             return posixpath.join(self.text(func.value), *["**"] * (method == "rglob"), *given)
         if method in CALLS["text"] and isinstance(base, str) and U not in "".join([base, *given]):
             with suppress(ValueError, TypeError, IndexError):
-                return base.join(self.value(args[0])) if method == "join" else getattr(base, method)(*given)
+                made = base.join(self.value(args[0])) if method == "join" else getattr(base, method)(*given)
+                return made if len(made) < LONG else U
         return base if method in CALLS["same"] else U
 
     def dotted(self, node: Any) -> str:
@@ -123,7 +124,9 @@ class Code(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         self.visit(node.iter)
         items = self.value(node.iter)
-        for item in (items if isinstance(items, list) else [items])[:64]:
+        for item in (items if isinstance(items, list) else [items])[:WIDE]:
+            if self.r.spent(20):
+                break
             if isinstance(node.target, ast.Name):
                 self.names[node.target.id] = item
             for s in node.body:
