@@ -3,7 +3,7 @@
 Sessions, each a conversation of tool calls, go through a Gateway of its own process (vime gateway): first all at once, for errors, turns/s and
 what memory is left after they were finished; then a few at a time, in alternating rounds with the same requests sent to the engine itself, for
 the latency that is added and the throughput that is kept. Without --engine the engine is scripted, in a process of its own; with it, it is a
-vLLM server (its chat completions are what the Gateway is compared with), and --model its folder. Exit code 1 where a request failed.
+vLLM server (its chat completions with tokens and logprobs are what the Gateway is compared with), and --model its folder. Exit code 1 where a request failed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
+import secrets
 import statistics
 import sys
 import tempfile
@@ -34,11 +35,12 @@ TOOLS = [
     }
 ]
 SYSTEM = "You fix bugs. " * 40
+WANTED = {"logprobs": True, "return_token_ids": True}  # what training needs of a server that is asked itself
 RESULT = "line of output\n" * 20
 
 
 async def engine(folder: str, port: int, delay: float) -> None:
-    e = ScriptedEngine(folder, lambda body, n: {"text": said("chatml", "next", [("run", {"c": f"make step {n}"})]), "delay": delay})
+    e = ScriptedEngine(folder, lambda body, n: {"text": said("next", [("run", {"c": f"make step {n}"})]), "delay": delay})
     await e.start(port)
     while True:
         await asyncio.sleep(60)
@@ -53,10 +55,11 @@ class Load:
         self.seconds: list[float] = []
         self.errors: list[str] = []
 
-    async def session(self, url: str, headers: dict[str, str], model: str) -> None:
-        messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "fix it"}]
+    async def session(self, url: str, headers: dict[str, str], model: str, **more: Any) -> None:
+        first = f"{secrets.token_hex(8)}: {SYSTEM}"  # of its own, or sessions would share what the server has cached
+        messages: list[Any] = [{"role": "system", "content": first}, {"role": "user", "content": "fix it"}]
         for k in range(self.turns):
-            body = {"model": model, "messages": messages, "tools": TOOLS, "max_tokens": self.tokens, "temperature": 1.0, "ignore_eos": True}
+            body = {"model": model, "messages": messages, "tools": TOOLS, "max_tokens": self.tokens, "temperature": 1.0} | more
             start = time.perf_counter()
             try:
                 async with self.http.post(url, json=body, headers=headers) as r:
@@ -69,7 +72,10 @@ class Load:
             self.seconds.append(time.perf_counter() - start)
             m = got["choices"][0]["message"]
             calls = m.get("tool_calls") or []
-            messages.append({x: m[x] for x in ("role", "content", "tool_calls") if m.get(x)} | {"content": m.get("content") or ""})
+            messages.append(
+                {x: m[x] for x in ("role", "content", "tool_calls") if m.get(x)}
+                | {"content": m.get("content") or (more and m.get("reasoning")) or ""}
+            )
             messages += [{"role": "tool", "tool_call_id": c["id"], "content": RESULT} for c in calls] or [{"role": "user", "content": f"go on, {k}"}]
 
     async def tokens_in(self, url: str, prompts: list[list[int]]) -> None:
@@ -165,19 +171,20 @@ async def measure(args: argparse.Namespace, proxy: Proxy, http: aiohttp.ClientSe
         if way == "gateway":
             took = await through(proxy, http, load, args.at_once, served)
         elif args.engine:
-            await asyncio.gather(*(load.session(f"{url}/v1/chat/completions", {}, served) for _ in range(args.at_once)))
+            await asyncio.gather(*(load.session(f"{url}/v1/chat/completions", {}, served, **WANTED) for _ in range(args.at_once)))
             took = time.perf_counter() - start
         else:
             await asyncio.gather(*(load.tokens_in(url, prompts) for _ in range(args.at_once)))
             took = time.perf_counter() - start
         errors += load.errors
         ways[way].append((statistics.median(load.seconds), len(load.seconds) / took))
-    for way, rounds in ways.items():
+    for way, rounds in ways.items() if args.rounds else ():
         p50, rate = (statistics.median(x) for x in zip(*rounds))
         table.add_row(f"{way}, {args.at_once} sessions: p50 (ms), turns/s", f"{1000 * p50:.1f}, {rate:.1f}")
     pairs = list(zip(ways["gateway"], ways["direct"]))
-    table.add_row("added to p50 (ms)", f"{1000 * statistics.median(g[0] - d[0] for g, d in pairs):.1f}")
-    table.add_row("throughput kept", f"{statistics.median(g[1] / d[1] for g, d in pairs):.3f}")
+    if args.rounds:
+        table.add_row("added to p50 (ms)", f"{1000 * statistics.median(g[0] - d[0] for g, d in pairs):.1f}")
+        table.add_row("throughput kept", f"{statistics.median(g[1] / d[1] for g, d in pairs):.3f}")
     Console().print(table)
     for e in errors[:5]:
         print(e)

@@ -86,7 +86,7 @@ def as_sampled(answer: Answer) -> str:
     """As a policy would have sampled it: keys in another order, and defaults that the client adds left out."""
     thought, text, calls = answer
     turned = [(n, {k: v for k, v in reversed(list(a.items())) if v is not False}) for n, a in calls]
-    return said("chatml", text, turned, thought)
+    return said(text, turned, thought)
 
 
 def ids_in(value: Any) -> list[str]:
@@ -195,6 +195,7 @@ async def replay(recording: list[dict[str, Any]], folder: str, **limits: Any) ->
     """Raises AssertionError where the Gateway refuses a request, or trains what was not sampled."""
     posts = [r for r in recording if r["method"] == "POST"]
     answers = pair(posts)
+    called = sorted({n for parts in answers if parts for n, _ in said_by(parts)[2]})  # Gemini's tools, which recordings shorten in other ways
     nexts: list[str] = []
     engine = ScriptedEngine(folder, lambda body, n: nexts[-1])
     ids: dict[str, str] = {}
@@ -208,7 +209,9 @@ async def replay(recording: list[dict[str, Any]], folder: str, **limits: Any) ->
             headers |= {
                 n: re.sub("<token>", token, v) for n, v in r["headers"].items() if n.lower() in ("authorization", "x-api-key", "x-goog-api-key")
             }
-            if isinstance(body, dict) and isinstance(body.get("tools"), list) and "contents" not in body:
+            if isinstance(body, dict) and "contents" in body:
+                body["tools"] = [{"functionDeclarations": [{"name": n} for n in called]}] if called else []
+            elif isinstance(body, dict) and isinstance(body.get("tools"), list):
                 body["tools"] = [schema(t, r["path"]) for t in body["tools"]]
             url = f"http://127.0.0.1:{g.port}{r['path']}" + (f"?{r['query']}" if r.get("query") else "")
             parts = answers[k] if r["method"] == "POST" else None

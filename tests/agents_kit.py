@@ -26,7 +26,7 @@ SPECIAL = {
     "mistral": ["</s>", "<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
 }
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]"]  # tokens that are not special
-PARSERS = {"chatml": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "mistral": "mistral"}
+FAMILIES = list(SPECIAL)
 MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("\u0120", "the"), ('"', ":"), ("o", "n")]
 
 
@@ -47,15 +47,10 @@ def model_folder(folder: Path, family: str = "chatml") -> str:
     return str(folder)
 
 
-def said(family: str, text: str = "", calls: list[tuple[str, Any]] | None = None, reasoning: str = "") -> str:
-    """What a model of that family samples to say it, without the token that ends it."""
+def said(text: str = "", calls: list[tuple[str, Any]] | None = None, reasoning: str = "") -> str:
+    """What a model that speaks Hermes's form samples to say it, without the token that ends it."""
     thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
-    calls = calls or []
-    if family == "llama3" and calls:
-        return json.dumps({"name": calls[0][0], "parameters": calls[0][1]})
-    if family == "mistral" and calls:
-        return text + "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a} for n, a in calls])
-    return thought + text + "".join("\n<tool_call>\n" + json.dumps({"name": n, "arguments": a}) + "\n</tool_call>" for n, a in calls)
+    return thought + text + "".join("\n<tool_call>\n" + json.dumps({"name": n, "arguments": a}) + "\n</tool_call>" for n, a in calls or [])
 
 
 class ScriptedEngine:

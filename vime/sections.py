@@ -126,7 +126,7 @@ class EvalConfig(EvalSampling):
 class GatewayConfig(Section):
     """The model proxy of agents, see docs/gateway.md. Caps are of one session, which is one rollout."""
 
-    parser: Literal["server", "hermes", "qwen_xml", "llama3_json", "mistral", "text"] = Field(
+    parser: Literal["server", "hermes", "qwen_xml", "text"] = Field(
         "server", description="of tool calls and reasoning: server, by those that vLLM was started with; text: none; else a small one of our own"
     )
     train_kinds: list[Literal["main", "subagent", "compaction", "title"]] = Field(

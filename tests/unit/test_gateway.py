@@ -56,6 +56,20 @@ def test_recordings_are_trained_whole(file, folder):
     assert got["agent/rows"] == {"claude_code_subagents": 3, "claude_code_compaction": 3, "codex_compaction": 3}.get(file.stem, 1)
 
 
+def test_gemini_is_trained_whole(folder):
+    """As its CLI does: thoughts are dropped from the echo, calls get a signature of the client's own."""
+    ask = {"role": "user", "parts": [{"text": "fix it"}]}
+    call = {"functionCall": {"id": "a1", "name": "read", "args": {"path": "calc.py"}}, "thoughtSignature": "skip_thought_signature_validator"}
+    result = {"role": "user", "parts": [{"functionResponse": {"id": "a1", "name": "read", "response": {"output": "text"}}}]}
+    told = [ask, {"role": "model", "parts": [{"text": "I read."}, call]}, result, {"role": "model", "parts": [{"text": "All is well."}]}, ask]
+    bodies = [{"contents": told[:n], "systemInstruction": {"parts": [{"text": "about"}]}, "generationConfig": {"temperature": 1}} for n in (1, 3, 5)]
+    paths = [f"/v1beta/models/m:{a}" for a in ("streamGenerateContent", "generateContent", "streamGenerateContent")]
+    headers = {"x-goog-api-key": "<token>"}
+    posts = [{"method": "POST", "path": p, "query": "alt=sse", "headers": headers, "body": b} for p, b in zip(paths, bodies)]
+    got = asyncio.run(replay(posts, folder))
+    assert got["agent/trainable_fraction"] == 1.0 and got["agent/rows"] == 1 and got["agent/turns"] == 3 and got["agent/echo_edited"] == 0
+
+
 def test_rows_become_samples(folder):
     async def go(g, engine):
         s = g.session()
@@ -90,7 +104,7 @@ def test_malformed_calls_stay_text(folder):
         assert not turn.ill_formed and turn.message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
         assert s.metrics()["agent/ill_formed"] == 2 and len(check(engine, s.finish())) == len(engine.sampled)
 
-    run(folder, [broken, broken, said("chatml", "", [("f", {"a": 1})])], go)
+    run(folder, [broken, broken, said("", [("f", {"a": 1})])], go)
 
 
 PROTOCOLS = {
@@ -179,7 +193,7 @@ def test_unknown_blocks_and_choices_are_no_faults(folder):
             {"type": "custom", "name": "patch"},
             {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
         ]
-        engine.script = [said("chatml", "", [("patch", {"input": "*** x"}), ("f", {})])]
+        engine.script = [said("", [("patch", {"input": "*** x"}), ("f", {})])]
         _, got = await post(at(g, "/v1/responses"), {"input": items, "tools": tools, "model": "m"}, s.token)
         assert got["output"][0]["type"] == "custom_tool_call" and got["output"][0]["input"] == "*** x" and got["output"][1]["namespace"] == "n"
         assert (await post(at(g, "/v1/chat/completions"), {"messages": USER, "n": 2}, s.token))[0] == 400
@@ -284,7 +298,7 @@ def test_closing_ends_what_runs(folder):
 
 
 def test_journal_survives_a_crash(folder, tmp_path):
-    journal, script = tmp_path / "j.jsonl", ["one", said("chatml", "", [("f", {"a": 1})]), "three", "four"]
+    journal, script = tmp_path / "j.jsonl", ["one", said("", [("f", {"a": 1})]), "three", "four"]
 
     async def go(g, engine):
         kept, gone = g.session(metadata={"k": 1}), g.session()
@@ -307,6 +321,7 @@ def test_journal_survives_a_crash(folder, tmp_path):
             assert again.metadata == {"k": 1} and [t.id for t in again.turns] == [t.id for t in kept.turns] and again.sampled == kept.sampled
             assert (await post(f"http://127.0.0.1:{other.port}/v1/chat/completions", body, kept.token))[0] == 200
             assert again.turns[-1].parent is again.turns[0] and lost.id in again.index
+            assert again.ask(*asked_for(again, []))[0] is again.index[lost.id] and again.requests == 3, "a retry is joined, also now"
             assert again.metrics()["agent/undelivered_tokens"] == len(lost.output_ids)
             check(engine, again.finish())
         finally:

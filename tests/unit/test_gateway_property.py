@@ -7,7 +7,7 @@ import random
 import aiohttp
 import pytest
 
-from tests.agents_kit import PARSERS, ScriptedEngine, check, gateway, model_folder, said
+from tests.agents_kit import FAMILIES, ScriptedEngine, check, gateway, model_folder, said
 
 CONVERSATIONS = 200
 TOOLS = [
@@ -29,13 +29,11 @@ class Policy:
         rng, word = self.rng, f"w{n}x"
         kind = rng.random()
         calls = [(rng.choice(["read", "edit"]), {"path": word, "k": rng.randrange(9)})]
-        if self.family != "llama3" and rng.random() < 0.3:
+        if rng.random() < 0.3:
             calls.append(("read", {"path": f"{word} again"}))
         if kind < 0.5:
-            text = said(
-                self.family, rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else ""
-            )
-        elif kind < 0.6 and self.family in ("chatml", "qwen3"):
+            text = said(rng.choice(["", f"I say {word}"]), calls, rng.choice(["", "the thing in there"]) if self.family == "qwen3" else "")
+        elif kind < 0.6:
             text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{word}" </tool_call>'
         else:
             text = f"the answer in {word} \u00e9\U0001f600 then"
@@ -134,7 +132,7 @@ async def rollout(g, http, engine, rng, number):
         if rng.random() < 0.15:
             clients.append(Client(http, url, rng, f"another agent {number} {len(clients)}", engine))
         await asyncio.gather(*(c.step() for c in clients))
-    await asyncio.gather(*(task for _, task, _ in s.asked.values()), return_exceptions=True)  # those whose client has left
+    await asyncio.gather(*(task for _, task in s.asked.values()), return_exceptions=True)  # those whose client has left
     metrics = s.metrics()
     return s.finish(), metrics, set().union(*(c.got for c in clients))
 
@@ -143,7 +141,7 @@ async def everything(family, folder, n):
     rng = random.Random(n)
     policy = Policy(family, rng)
     engine = policy.engine = ScriptedEngine(folder, policy)
-    async with gateway(engine, folder, parser=PARSERS[family], max_concurrency=3) as g:
+    async with gateway(engine, folder, parser="hermes", max_concurrency=3) as g:
         for at in range(n):
             engine.requests, engine.sampled, engine.spans = [], [], {}
             async with aiohttp.ClientSession() as http:
@@ -158,6 +156,6 @@ async def everything(family, folder, n):
         assert not g.sessions
 
 
-@pytest.mark.parametrize("family", PARSERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_trained_is_sampled(family, tmp_path):
     asyncio.run(everything(family, model_folder(tmp_path, family), CONVERSATIONS))

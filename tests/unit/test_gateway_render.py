@@ -1,15 +1,17 @@
 """What each template family allows, as the probe says at the start, and turns appended to tokens."""
 
 import itertools
+import json
 
 import pytest
 
-from tests.agents_kit import PARSERS, SPECIAL, model_folder, said
+from tests.agents_kit import FAMILIES, SPECIAL, model_folder, said
 from vime.agents.gateway import Turn, parse
 from vime.agents.gateway.render import Template
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}}]
 USER = {"role": "user", "content": "question"}
 CALLS = [{"id": f"call_{k}", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}} for k in range(2)]
 RESULTS = [{"role": "tool", "tool_call_id": c["id"], "content": "result"} for c in CALLS]
@@ -17,7 +19,7 @@ RESULTS = [{"role": "tool", "tool_call_id": c["id"], "content": "result"} for c 
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory):
-    return {f: Template(Tokenizer(model_folder(tmp_path_factory.mktemp(f), f))) for f in PARSERS}
+    return {f: Template(Tokenizer(model_folder(tmp_path_factory.mktemp(f), f))) for f in FAMILIES}
 
 
 def test_probe_says_what_is_exact(templates):
@@ -48,7 +50,7 @@ def test_appended_is_as_rendered_anew(templates, family):
         assert ids == t.full(told, [])
 
 
-@pytest.mark.parametrize("family", PARSERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_cut_off_is_closed(templates, family):
     t = templates[family]
     turn = Turn("x", {"role": "assistant", "content": "half"})
@@ -66,6 +68,20 @@ def test_messages_that_a_template_refuses_are_adapted(templates):
         assert "zq1" in after and "zq3" in after
 
 
+def test_calls_that_a_template_does_not_take_are_told_as_text(templates, tmp_path):
+    model_folder(tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    without = Template(Tokenizer(tmp_path / "m"))
+    assert without.report["tool"].startswith("as text") and without.report["text"] == "exact"
+    answer = {"role": "assistant", "content": "", "tool_calls": CALLS}
+    for t in (without, templates["llama3"]):
+        text = t.tokenizer.decode(t.full([USER, answer, *RESULTS], []), skip_special_tokens=False)
+        assert text.count('"name":"f"') == 2 and text.count("result") == 2
+        assert "result" in t.tokenizer.decode(t.delta(Turn("x", answer), RESULTS))
+
+
 def test_a_template_that_renders_nothing_is_refused(tmp_path):
     folder = tmp_path / "m"
     model_folder(folder)
@@ -74,16 +90,12 @@ def test_a_template_that_renders_nothing_is_refused(tmp_path):
         Template(Tokenizer(folder))
 
 
-@pytest.mark.parametrize("family", PARSERS)
-def test_parsers_take_apart_what_was_put_together(family):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
-    for reasoning, text, n in itertools.product(["", "thought"], ["", "words \u00e9"], range(3)):
-        if (family in ("llama3", "mistral") and reasoning) or (family == "llama3" and (n > 1 or (n and text))):
-            continue
-        calls = [("f", {"n": k, "s": '</x> " {}'}) for k in range(n)]
-        p = parse.own(PARSERS[family], said(family, text, calls, reasoning), tools)
-        assert (p.reasoning, p.content, p.ill_formed) == (reasoning, text, False)
-        assert [(name, parse.json.loads(a)) for name, a in p.calls] == calls
+@pytest.mark.parametrize(("reasoning", "text", "n"), list(itertools.product(["", "thought"], ["", "words \u00e9"], range(3))))
+def test_hermes_takes_apart_what_was_put_together(reasoning, text, n):
+    calls = [("f", {"n": k, "s": '</x> " {}'}) for k in range(n)]
+    p = parse.own("hermes", said(text, calls, reasoning), TOOLS)
+    assert (p.reasoning, p.content, p.ill_formed) == (reasoning, text, False)
+    assert [(name, json.loads(a)) for name, a in p.calls] == calls
 
 
 @pytest.mark.parametrize(
@@ -92,18 +104,16 @@ def test_parsers_take_apart_what_was_put_together(family):
         ("hermes", "<tool_call>{}</tool_call>"), ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'), ("hermes", "<tool_call>"),
         ("hermes", 'x<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>'), ("qwen_xml", "<tool_call><function=f>x</function></tool_call>"),
         ("qwen_xml", "<function=f></function>"), ("qwen_xml", "<tool_call><function=f><parameter=n>x</parameter></function></tool_call>"),
-        ("llama3_json", '{"name": "f"}'), ("llama3_json", '{"name": "f", "parameters": '), ("mistral", "[TOOL_CALLS]x"), ("mistral", "[TOOL_CALLS]{}"),
+        ("hermes", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'), ("qwen_xml", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
     ],
 )  # fmt: skip
 def test_malformed_is_text_and_flagged(parser, text):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
-    assert parse.own(parser, text, tools) == parse.Parsed("", text, [], True)
+    assert parse.own(parser, text, TOOLS) == parse.Parsed("", text, [], True)
     assert parse.own(parser, text, []) == parse.Parsed("", text, [], False), "without tools it is text like any other"
 
 
 def test_qwen_xml_and_thinking_begun_by_the_prompt():
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}}]
     text = "deep\n</think>\n\nso<tool_call>\n<function=f>\n<parameter=n>\n4\n</parameter>\n<parameter=s>\n5\n</parameter>\n</function>\n</tool_call>"
-    assert parse.own("qwen_xml", text, tools, thinking=True) == parse.Parsed("deep", "so", [("f", '{"n": 4, "s": "5"}')], False)
-    assert parse.own("hermes", "cut off", tools, thinking=True) == parse.Parsed("cut off", "", [], False)
-    assert parse.own("text", "<think>x</think>", tools) == parse.Parsed("", "<think>x</think>", [], False)
+    assert parse.own("qwen_xml", text, TOOLS, thinking=True) == parse.Parsed("deep", "so", [("f", '{"n": 4, "s": "5"}')], False)
+    assert parse.own("hermes", "cut off", TOOLS, thinking=True) == parse.Parsed("cut off", "", [], False)
+    assert parse.own("text", "<think>x</think>", TOOLS) == parse.Parsed("", "<think>x</think>", [], False)

@@ -50,6 +50,8 @@ class Tokenizer:
 
     def encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; special_tokens: with what the tokenizer puts around a text (<bos>, ...)."""
+        if len(texts) == 1:  # a batch goes through a thread pool, which costs more than most texts
+            return [self._rust.encode(texts[0], add_special_tokens=special_tokens).ids]
         return [e.ids for e in self._rust.encode_batch(texts, add_special_tokens=special_tokens)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:

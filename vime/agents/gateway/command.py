@@ -13,7 +13,7 @@ from vime.agents.gateway.server import BASES, Gateway
 from vime.config import Config
 from vime.errors import VimeError, said
 from vime.hooks import Args
-from vime.rollout.generate import link
+from vime.rollout.generate import link, sampling_params
 from vime.sections import GatewayConfig
 
 _opened: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = WeakKeyDictionary()
@@ -21,7 +21,8 @@ VARIABLES = {"anthropic": "ANTHROPIC_BASE_URL", "openai": "OPENAI_BASE_URL", "ge
 
 
 async def opened(cfg: Config | Args) -> Gateway:
-    """The Gateway of the running rollout worker, listening on free ports of this host; opened the first time. Raises: VimeError."""
+    """The Gateway of the running rollout worker, listening on free ports of this host; opened the first time. Its sessions sample as the run
+    does, unless they are given otherwise. Raises: VimeError."""
     loop = asyncio.get_running_loop()
     if loop not in _opened:
         _opened[loop] = loop.create_task(_open(cfg, link.get().client.url))
@@ -35,6 +36,7 @@ async def opened(cfg: Config | Args) -> Gateway:
 async def _open(cfg: Config | Args, url: str) -> Gateway:
     r = cfg.rollout
     g = await Gateway.open(url, cfg.model, cfg.gateway, template=cfg.data.chat_template, context=r.max_context_len, timeout=r.request_timeout)
+    g.sampling = sampling_params(cfg)  # the trainer divides by its temperature, whatever a harness asks for
     await g.start()
     return g
 

@@ -3,6 +3,7 @@ delivered after: of one without the second line a later request shows whether it
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,7 @@ class Journal:
         except OSError as e:
             raise VimeError(f"journal {self.path}: {said(e)}") from e
         for events in open_.values():
-            if events[0]["e"] == "session":
-                _restore(gateway, events)
+            _restore(gateway, events)
 
     def write(self, event: dict[str, Any]) -> None:
         try:
@@ -63,19 +63,17 @@ class Journal:
 
 
 def _restore(gateway: Gateway, events: list[dict[str, Any]]) -> None:
-    first = events[0]
-    s = Session(gateway, first["session"], first["token"], first["sampling"], first["metadata"])
-    gateway._enrol(s, first["limits"])
-    for e in events[1:]:
+    first, *rest = events
+    s = gateway.enrol(Session(gateway, first["session"], first["token"], first["sampling"], first["metadata"]), first["limits"])
+    for e in rest:
         if e["e"] == "turn":
-            given = e["turn"]
-            turn = Turn(**(given | {"parent": s.index.get(given["parent"]), "delivered": False}))
-            s.requests += 1
-            s.sampled += len(turn.output_ids)
+            turn = Turn(**(e["turn"] | {"parent": s.index.get(e["turn"]["parent"]), "delivered": False}))
+            s.requests, s.sampled = s.requests + 1, s.sampled + len(turn.output_ids)
             s.adopt(turn)
+            s.asked[turn.key or turn.id] = turn, (done := asyncio.get_running_loop().create_future())
+            done.set_result(turn)
         elif e["e"] == "delivered":
-            turn = s.index[e["turn"]]
-            turn.delivered = True
-            s.turns.append(turn)
-        elif e["e"] == "reward":
+            s.index[e["turn"]].delivered = True
+            s.turns.append(s.index[e["turn"]])
+        else:
             s.reward = e["reward"]

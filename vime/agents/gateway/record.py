@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vime.agents.gateway.server import Gateway
 
 MINTED = re.compile(r"_([0-9a-f]{24})(?:_\d+)?$")  # the turn's id, as it ends the ids that a client echoes
+IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
 PRIVATE = ("turn",)  # keys of a message that are ours, no template's
 
 
@@ -75,6 +77,7 @@ class Turn:
     ended: bool = True  # the model ended it with a token, which is in output_ids
     fork: bool = False  # its prompt repeats what the session has as tokens already
     delivered: bool = False
+    ended_at: float = 0.0  # by time.monotonic
 
     def path(self) -> list[Turn]:
         """This turn and those before it, oldest first."""
@@ -84,7 +87,10 @@ class Turn:
         return out[::-1]
 
     def prompt(self) -> list[int]:
-        ids = [i for t in self.path()[:-1] for i in (*t.context, *t.output_ids)]
+        ids: list[int] = []
+        for t in self.path()[:-1]:
+            ids += t.context
+            ids += t.output_ids
         return ids + self.context
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,16 +121,31 @@ class Trajectory:
         fresh: dict[str, Any] = {"loss_mask": [], "rollout_log_probs": [], "token_versions": [], "response_length": 0}
         s = replace(template, tokens=self.tokens[: self.prompt_length], metadata=template.metadata | known, **fresh)
         start = 0
-        while start < len(self.loss_mask):
-            trained, end = self.loss_mask[start], start
-            while end < len(self.loss_mask) and self.loss_mask[end] == trained:
-                end += 1
+        for trained, run in groupby(self.loss_mask):
+            end = start + len(list(run))
             ids = self.tokens[self.prompt_length + start : self.prompt_length + end]
-            more: dict[str, Any] = {"versions": self.versions[start:end], "sampling_mask": self.sampling_mask and self.sampling_mask[start:end]}
-            s.append_tokens(ids, self.logprobs[start:end], **more) if trained else s.append_tokens(ids, trainable=False)
+            if trained:
+                support = self.sampling_mask and self.sampling_mask[start:end]
+                s.append_tokens(ids, self.logprobs[start:end], versions=self.versions[start:end], sampling_mask=support)
+            else:
+                s.append_tokens(ids, trainable=False)
             start = end
         s.response, s.status = self.response, self.status
         return s
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, blocks joined by line ends. Images are not read; what is unknown is given as its JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        return "\n".join(text_of(b) for b in content)
+    for key in ("text", "content", "refusal"):
+        if isinstance(content, dict) and isinstance(content.get(key), str | list):
+            return text_of(content[key])
+    if isinstance(content, dict) and content.get("type") in IMAGES:
+        return "[image omitted]"
+    return orjson.dumps(content).decode()
 
 
 def digest(*parts: Any) -> str:
@@ -145,7 +166,7 @@ class Session:
         self.turns: list[Turn] = []  # delivered ones, in that order
         self.index: dict[str, Turn] = {}  # all that were sampled
         self.texts: dict[str, Turn] = {}  # those that have no id the client could echo, by history and text
-        self.asked: dict[str, tuple[Turn, asyncio.Task[Turn], float]] = {}  # by digest of the request: running ones, and those just answered
+        self.asked: dict[str, tuple[Turn, asyncio.Future[Turn]]] = {}  # by digest of the request: running ones, and those just answered
         self.slots = asyncio.Semaphore(self.limits.max_concurrency)
         self.requests = self.sampled = self.retries = self.edited = self.images = 0
         self.reward: Any = None
@@ -190,6 +211,7 @@ class Session:
         if ids is None:
             parent, ids = None, await asyncio.to_thread(template.full, messages, asked.tools)
         turn.parent, turn.context, turn.agent = parent, ids, asked.agent
+        self.images += sum("[image omitted]" in str(m.get("content")) for m in (messages if at is None else messages[at + 1 :]))
         turn.fork = last is not None and (parent is None or at != last)
         turn.kind = self._kind(turn, asked, [t for _, t in known if t], known[-1][0] if known else "")
         turn.fork |= any(t.parent is parent and t.kind == turn.kind for t in self.index.values()) if parent else False
@@ -216,7 +238,8 @@ class Session:
                    kind: str = "") -> Turn:  # fmt: skip
         """Sample the next assistant message in this process; append `turn.message` to the messages as it is. Two calls are two samples.
         Raises: Refused (closed, budget, context), EngineDown."""
-        turn, task = self.ask(Asked(messages, tools or [], params or {}, kind=kind), "")
+        texts = [m | {"content": text_of(m.get("content"))} for m in messages]
+        turn, task = self.ask(Asked(texts, tools or [], params or {}, kind=kind), "")
         try:
             await task
         except asyncio.CancelledError:
@@ -227,27 +250,24 @@ class Session:
         self.deliver(turn)
         return turn
 
-    def ask(self, asked: Asked, key: str) -> tuple[Turn, asyncio.Task[Turn]]:
+    def ask(self, asked: Asked, key: str) -> tuple[Turn, asyncio.Future[Turn]]:
         """Begin a turn, or join the one that the same request (`key`, if any) began. Raises: Refused."""
         now = time.monotonic()
-        for old in [k for k, (_, t, at) in self.asked.items() if t.done() and now - at > self.limits.retry_window]:
-            del self.asked[old]
+        self.asked = {k: v for k, v in self.asked.items() if not v[0].delivered or now - v[0].ended_at < self.limits.retry_window}
         if self.state != "open":
             raise Refused(409, "the session is closed", "session_closed")
         if key in self.asked:
-            turn, task, _ = self.asked[key]
+            turn, task = self.asked[key]
             if not (task.done() and (task.cancelled() or task.exception())):
                 self.retries += 1
                 return turn, task
         if self.requests >= self.limits.max_requests:
             raise Refused(400, f"this session has made its {self.limits.max_requests} requests (gateway.max_requests)", "budget_exceeded")
-        if self.sampled >= self.limits.max_tokens:
-            raise Refused(400, f"this session has sampled its {self.limits.max_tokens} tokens (gateway.max_tokens)", "budget_exceeded")
         self.requests += 1
         turn = Turn(secrets.token_hex(12), key=key)
         task = asyncio.create_task(self._run(turn, asked))
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # whoever asked may be gone
-        self.asked[key or turn.id] = (turn, task, now)
+        self.asked[key or turn.id] = turn, task
         return turn, task
 
     async def _run(self, turn: Turn, asked: Asked) -> Turn:
@@ -255,8 +275,8 @@ class Session:
             start = time.monotonic()
             await self._prepare(turn, asked)
             await self.gateway.sample(self, turn, asked)
-            turn.seconds = time.monotonic() - start
-        self.sampled += len(turn.output_ids)
+            turn.ended_at = time.monotonic()
+            turn.seconds = turn.ended_at - start
         self.adopt(turn)
         self.gateway.write({"e": "turn", "session": self.id, "turn": turn.to_dict()})
         return turn
@@ -293,16 +313,14 @@ class Session:
         return out
 
     def _row(self, path: list[Turn], trained: set[str], leaf: Turn) -> Trajectory:
-        ids: list[int] = []
-        mask, lps, versions = list[int](), list[float](), list[int]()
-        support: list[list[int]] = []
+        ids, mask, lps, versions, support = list[int](), list[int](), list[float](), list[int](), list[list[int]]()
         for t in path:
             n, m, learn = len(t.context), len(t.output_ids), t.id in trained
             ids += [*t.context, *t.output_ids]
             mask += [0] * n + [int(learn)] * m
             lps += [0.0] * n + (t.logprobs if learn else [0.0] * m)
             versions += [-1] * n + (t.versions if learn else [-1] * m)
-            support += [[] for _ in range(n)] + (t.sampling_mask if learn and t.sampling_mask is not None else [[] for _ in range(m)])
+            support += [[]] * n + (t.sampling_mask if learn and t.sampling_mask is not None else [[]] * m)
         start = mask.index(1)
         status = Status.ABORTED if self.state == "aborted" else FINISHED.get(leaf.finish_reason, Status.FAILED)
         masks = support[start:] if any(t.sampling_mask is not None for t in path) else None
@@ -336,7 +354,7 @@ class Session:
     def _close(self, state: str) -> list[Trajectory]:
         if self.state == "open":
             self.state = state
-            for _, task, _ in self.asked.values():
+            for _, task in self.asked.values():
                 task.cancel()
             self.asked.clear()
             self.gateway.forget(self)
@@ -349,13 +367,13 @@ def minted(text: Any) -> str | None:
     return m[1] if m else None
 
 
-def _said(message: dict[str, Any]) -> tuple[Any, ...]:
-    calls = [c.get("function") or {} for c in message.get("tool_calls") or []]
-    return str(message.get("content") or "").strip(), [(c.get("name"), _args(c.get("arguments"))) for c in calls]
+def _said(message: dict[str, Any]) -> tuple[str, list[Any]]:
+    calls = [(c["function"]["name"], loaded(c["function"]["arguments"])) for c in message.get("tool_calls") or []]
+    return str(message.get("content") or "").strip(), calls
 
 
-def _args(text: Any) -> Any:
+def loaded(arguments: Any) -> Any:
     try:
-        return orjson.loads(text) if isinstance(text, str) else text
+        return orjson.loads(arguments) if isinstance(arguments, str) else arguments
     except orjson.JSONDecodeError:
-        return text
+        return arguments

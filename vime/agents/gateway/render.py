@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import orjson
 
-from vime.agents.gateway.record import PRIVATE, Turn
+from vime.agents.gateway.record import PRIVATE, Turn, loaded
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError, said
 
+log = logging.getLogger("vime.gateway")
 STAND_IN = "xq7Zanswer7qx"  # takes the place of an answer whose tokens are known; the template's text after it is what comes next
 USER: dict[str, Any] = {"role": "user", "content": "q"}
 CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -32,6 +34,8 @@ class Template:
         self.system = self._takes([system, USER], "zq5")
         self.late_system = self._takes([USER, system, answer, USER, system], "zq5")
         self.runs = self._takes([USER, USER])
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        self.tools = self._takes([USER, called, {"role": "tool", "tool_call_id": CALL["id"], "name": "f", "content": "zq5"}], "zq5")
         closing = self._after([USER, {"role": "assistant", "content": STAND_IN}], answer=False)
         self.closing: str = closing or ""
         ends = tokenizer.encode([self.closing], special_tokens=False)[0][:1]
@@ -40,16 +44,19 @@ class Template:
 
     def full(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """Token ids of a whole prompt. Raises: VimeError where the template refuses the messages."""
-        try:
-            text = self._text(self._adapted(messages), tools=tools or None)
-        except BROKEN as e:
-            raise VimeError(f"the chat template refuses these messages: {said(e)}") from e
-        return self.tokenizer.encode([text], special_tokens=False)[0]
+        for flat in (not self.tools, True):  # a template may know tools, and refuse two calls in a message, or their ids
+            try:
+                text = self._text(self._adapted(messages, flat), tools=tools or None)
+                return self.tokenizer.encode([text], special_tokens=False)[0]
+            except BROKEN as e:
+                why = said(e)
+                log.warning("the chat template refuses messages (%s)%s", why, "" if flat else ": calls and results are given to it as text")
+        raise VimeError(f"the chat template refuses these messages: {why}")
 
     def delta(self, turn: Turn, messages: list[dict[str, Any]]) -> list[int] | None:
         """Token ids of what comes after the answer of `turn`: the end of its message, unless the model sampled that, `messages`, and the
         beginning of the next answer. None: the template does not say."""
-        text = self._delta_text(turn.message, self._adapted(messages, after=True))
+        text = self._delta_text(turn.message, self._adapted(messages, not self.tools, after=True))
         if text is None:
             return None
         ids = self.tokenizer.encode([text], special_tokens=False)[0]
@@ -79,10 +86,15 @@ class Template:
         except BROKEN:
             return False
 
-    def _adapted(self, messages: list[dict[str, Any]], after: bool = False) -> list[dict[str, Any]]:
-        """The messages in the order and the roles that this template takes; `after`: they follow an answer."""
+    def _adapted(self, messages: list[dict[str, Any]], flat: bool, after: bool = False) -> list[dict[str, Any]]:
+        """The messages in the order and the roles that this template takes; `flat`: calls and results as text; `after`: they follow an answer."""
         out: list[dict[str, Any]] = []
         for m in messages:
+            if flat and m["role"] == "tool":
+                m = {"role": "user", "content": m["content"]}
+            elif flat and m.get("tool_calls"):
+                calls = [orjson.dumps(c["function"]).decode() for c in m["tool_calls"]]
+                m = {"role": "assistant", "content": "\n".join([str(m.get("content") or ""), *calls]).strip()}
             late = after or any(o["role"] != "system" for o in out)
             if m["role"] == "system" and not (self.late_system if late else self.system):
                 m = {"role": "user", "content": m["content"]}
@@ -106,6 +118,8 @@ class Template:
         return {name: self._compare({"role": "assistant"} | answer, after) for name, (answer, after) in cases.items()}
 
     def _compare(self, answer: dict[str, Any], after: list[dict[str, Any]]) -> str:
+        if answer.get("tool_calls") and not self.tools:
+            return "as text: the template has no tools"
         tools = TOOLS if answer.get("tool_calls") else None
         delta = self._delta_text(answer, after)
         if delta is None:
@@ -138,12 +152,5 @@ def _given(message: dict[str, Any]) -> dict[str, Any]:
     """As templates want a message: content is a string, arguments are an object."""
     out = {k: v for k, v in message.items() if k not in PRIVATE} | {"content": message.get("content") or ""}
     if out.get("tool_calls"):
-        out["tool_calls"] = [c | {"function": c["function"] | {"arguments": _object(c["function"].get("arguments"))}} for c in out["tool_calls"]]
+        out["tool_calls"] = [c | {"function": c["function"] | {"arguments": loaded(c["function"].get("arguments"))}} for c in out["tool_calls"]]
     return out
-
-
-def _object(arguments: Any) -> Any:
-    try:
-        return orjson.loads(arguments) if isinstance(arguments, str) else arguments
-    except orjson.JSONDecodeError:
-        return arguments

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
 import zlib
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -18,13 +19,14 @@ from aiohttp import web
 
 from vime.agents.gateway import parse, wire_anthropic, wire_chat, wire_gemini, wire_responses
 from vime.agents.gateway.journal import Journal
-from vime.agents.gateway.record import Asked, Refused, Session, Trajectory, Turn, digest
+from vime.agents.gateway.record import Asked, Refused, Session, Turn, digest
 from vime.agents.gateway.render import Template
 from vime.data.tokenizer import Tokenizer
 from vime.errors import VimeError, said
 from vime.rollout.http import EngineClient, EngineDown
 from vime.sections import GatewayConfig
 
+log = logging.getLogger("vime.gateway")
 PATHS = {
     "/v1/messages": wire_anthropic,
     "/v1/messages/count_tokens": wire_anthropic,
@@ -36,6 +38,19 @@ BASES = {"anthropic": "", "openai": "/v1", "responses": "/v1", "gemini": ""}  # 
 IDLE = 0.05  # seconds between two tries at a server that aborts what it runs
 
 
+def _zip(raw: bytes, most: int) -> bytes:
+    return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(raw, most)
+
+
+def _zstd(raw: bytes, most: int) -> bytes:
+    import zstandard
+
+    return bytes(zstandard.ZstdDecompressor().stream_reader(raw).read(most))
+
+
+UNPACK: dict[str, Callable[[bytes, int], bytes]] = {"identity": lambda raw, most: raw, "gzip": _zip, "deflate": _zip, "zstd": _zstd}
+
+
 class Gateway:
     """One model behind the providers' APIs. Bound to the event loop of `open`; `tokenizer` and `template` are the model's."""
 
@@ -44,6 +59,7 @@ class Gateway:
         self.model, self.context = model, context
         self.parsing: EngineClient | None = None  # the server whose parsers are used
         self.timeout, self.secret = 600.0, secrets.token_hex(24)
+        self.sampling: dict[str, Any] | None = None  # of sessions that are not given their own
         self.sessions: dict[str, Session] = {}  # open ones, by id and by token
         self.journal: Journal | None = None
         self.port = self.control_port = 0
@@ -59,7 +75,7 @@ class Gateway:
         limits, client = limits or GatewayConfig(), EngineClient(engine)
         try:
             served = (await client.models() or [{}])[0]
-            context = context or served.get("max_model_len")
+            context = context or served.get("max_model_len")  # a router may not say
             if not context:
                 raise VimeError(f"{engine} does not say how long a context may be", "give context (--context)")
             tokenizer = await asyncio.to_thread(Tokenizer, model)
@@ -91,18 +107,19 @@ class Gateway:
             setattr(self, name, runner.addresses[0][1])
 
     def session(self, *, sampling: dict[str, Any] | None = None, metadata: Any = None, limits: dict[str, Any] | None = None) -> Session:
-        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its max_tokens and stop apart).
+        """A new rollout. `sampling`: vLLM's parameters, which then hold whatever the client asks for (its smaller max_tokens and its stop apart).
         Raises: ValueError for `limits` (keys of [gateway]) that are none."""
-        s = Session(self, sampling=sampling, metadata=metadata)
-        self._enrol(s, limits)
+        sampling = self.sampling if sampling is None else sampling
+        s = self.enrol(Session(self, sampling=sampling, metadata=metadata), limits)
         self.write({"e": "session", "session": s.id, "token": s.token, "sampling": sampling, "metadata": metadata, "limits": limits})
         return s
 
-    def _enrol(self, s: Session, limits: dict[str, Any] | None) -> None:
+    def enrol(self, s: Session, limits: dict[str, Any] | None) -> Session:
         if limits:
             s.limits = GatewayConfig.model_validate(self.limits.model_dump() | limits)
             s.slots = asyncio.Semaphore(s.limits.max_concurrency)
         self.sessions |= {s.id: s, s.token: s}
+        return s
 
     def base_url(self, session: Session, protocol: str = "openai", host: str = "127.0.0.1", port: int | None = None) -> str:
         """Base URL for a client of "anthropic", "openai", "responses" or "gemini" that can't be given the session's token as its API key."""
@@ -120,7 +137,7 @@ class Gateway:
     async def close(self) -> None:
         """Stop listening; running requests end. Sessions of a journal are there again when it is opened."""
         for s in set(self.sessions.values()):
-            for _, task, _ in s.asked.values():
+            for _, task in s.asked.values():
                 task.cancel()
         for runner in self._runners:
             await runner.cleanup()
@@ -133,32 +150,36 @@ class Gateway:
     # ---- one turn
 
     async def sample(self, session: Session, turn: Turn, asked: Asked) -> None:
-        """Fill in `turn`, whose prompt is known. What the server aborts goes on where it was. Raises: Refused (context), EngineDown, VimeError."""
-        prompt, got = turn.prompt(), turn.output_ids
+        """Fill in `turn`, whose prompt is known. Raises: Refused (context, budget), EngineDown, VimeError."""
+        prompt = turn.prompt()
         room = self.context - len(prompt)
         if room <= 0:
             raise Refused(400, f"prompt is too long: {len(prompt)} tokens > {self.context - 1} maximum", "context_length_exceeded")
-        left = min(room, session.limits.max_tokens - session.sampled, int(asked.params.get("max_tokens") or room))
-        own = {k: v for k, v in asked.params.items() if k == "stop" or session.sampling is None}
+        own = {k: v for k, v in asked.params.items() if session.sampling is None or k in ("stop", "max_tokens")}
         params = {"temperature": 1.0} | own | (session.sampling or {})
-        left = min(left, int(params.pop("max_tokens", left)))
-        reason: int | str | None = None
-        while True:
-            c = (await self.client.generate(prompt + got, params | {"max_tokens": left - len(got)}, session_id=session.id, timeout=self.timeout))[0]
+        asks = [int(p["max_tokens"]) for p in (own, params) if "max_tokens" in p]
+        most = min(room, session.limits.max_tokens - session.sampled, *asks)
+        if most <= 0:
+            raise Refused(400, f"this session has sampled its {session.limits.max_tokens} tokens (gateway.max_tokens)", "budget_exceeded")
+        reason = await self._sample(session, turn, prompt, params, most)
+        session.sampled += len(turn.output_ids)
+        turn.ended = turn.finish_reason == "stop" and not isinstance(reason, str)
+        turn.message = await self._message(turn, asked, prompt[-256:])
+
+    async def _sample(self, session: Session, turn: Turn, prompt: list[int], params: dict[str, Any], most: int) -> int | str | None:
+        """Up to `most` tokens, their logprobs and versions; returns what stopped them. What the server aborts goes on where it was."""
+        c, got = None, turn.output_ids
+        while c is None or (c.finish_reason == "abort" and len(got) < most):
+            await asyncio.sleep(IDLE if c and not c.token_ids else 0)
+            left = {"max_tokens": most - len(got)}
+            c = (await self.client.generate(prompt + got, params | left, session_id=session.id, timeout=self.timeout))[0]
             got += c.token_ids
             turn.logprobs += c.log_probs
             turn.versions += c.versions
             if c.sampling_mask is not None:
                 turn.sampling_mask = (turn.sampling_mask or []) + c.sampling_mask
-            turn.finish_reason, reason = c.finish_reason, c.stop_reason
-            if turn.finish_reason != "abort":
-                break
-            if len(got) >= left:
-                turn.finish_reason = "length"
-                break
-            await asyncio.sleep(0 if c.token_ids else IDLE)
-        turn.ended = turn.finish_reason == "stop" and not isinstance(reason, str)
-        turn.message = await self._message(turn, asked, prompt[-256:])
+        turn.finish_reason = "length" if c.finish_reason == "abort" else c.finish_reason
+        return c.stop_reason
 
     async def _message(self, turn: Turn, asked: Asked, prompt: list[int]) -> dict[str, Any]:
         decode = self.tokenizer.decode
@@ -174,11 +195,9 @@ class Gateway:
         message: dict[str, Any] = {"role": "assistant", "content": p.content, "turn": turn.id}
         if p.reasoning:
             message["reasoning_content"] = p.reasoning
-        if p.calls:
-            calls = enumerate(p.calls)
-            message["tool_calls"] = [
-                {"id": f"call_{turn.id}_{k}", "type": "function", "function": {"name": n, "arguments": a}} for k, (n, a) in calls
-            ]
+        calls = [{"id": f"call_{turn.id}_{k}", "type": "function", "function": {"name": n, "arguments": a}} for k, (n, a) in enumerate(p.calls)]
+        if calls:
+            message["tool_calls"] = calls
         return message
 
     # ---- the policy's port
@@ -212,14 +231,16 @@ class Gateway:
             return _failed(wire, Refused(413, f"the request has more than {self.limits.max_body} bytes (gateway.max_body)", "request_too_large"))
         except VimeError as e:
             return _failed(wire, e)
+        except Exception as e:  # whatever it is, the client gets it in its provider's form, and may try again
+            log.exception("%s %s", request.method, path)
+            return _failed(wire, Refused(500, f"the Gateway failed: {said(e)}", "server_error"))
 
     def _described(self, path: str) -> dict[str, Any]:
-        about = {"id": self.model, "object": "model", "type": "model", "display_name": self.model, "created": 0, "owned_by": "vime"}
-        about |= {"max_model_len": self.context}
         if path == "/":
             return {"ok": True}
+        about = {"id": self.model, "object": "model", "type": "model", "display_name": self.model, "created": 0, "owned_by": "vime"}
         if path == "/v1/models":
-            return {"object": "list", "data": [about], "has_more": False, "first_id": self.model, "last_id": self.model}
+            return {"object": "list", "data": [about | {"max_model_len": self.context}], "has_more": False}
         if path.startswith("/v1/models/"):
             return about
         raise Refused(404, f"GET {path}: there is no such path", "not_found")
@@ -233,31 +254,19 @@ class Gateway:
         raise Refused(401, "no open session has this key: it is wrong, or its session was closed", "invalid_api_key")
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
-        raw, encoding = await request.read(), request.headers.get("Content-Encoding", "")
-        most = self.limits.max_body
+        raw, encoding, most = await request.read(), request.headers.get("Content-Encoding", "identity"), self.limits.max_body
+        if encoding not in UNPACK:
+            raise Refused(415, f"Content-Encoding {encoding!r:.40} is not understood")
         try:
-            if encoding in ("gzip", "deflate"):
-                raw = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(raw, most + 1)
-            elif encoding == "zstd":
-                try:
-                    import zstandard
-                except ImportError as e:
-                    raise Refused(415, "zstd bodies need the package zstandard: pip install vime[agents]") from e
-                with suppress(EOFError):
-                    raw = zstandard.ZstdDecompressor().stream_reader(raw).read(most + 1)
-            elif encoding not in ("", "identity"):
-                raise Refused(415, f"Content-Encoding {encoding!r:.40} is not understood")
-        except (zlib.error, ValueError, MemoryError) as e:
-            raise Refused(400, f"the body is no {encoding}: {said(e)}") from e
-        except Exception as e:
-            if isinstance(e, Refused) or type(e).__name__ != "ZstdError":
-                raise
-            raise Refused(400, f"the body is no zstd: {said(e)}") from e
-        if len(raw) > most:
-            raise web.HTTPRequestEntityTooLarge(most, len(raw))
-        try:
+            raw = UNPACK[encoding](raw, most + 1)
+            if len(raw) > most:
+                raise web.HTTPRequestEntityTooLarge(most, len(raw))
             body = orjson.loads(raw)
-        except orjson.JSONDecodeError as e:
+        except web.HTTPException:
+            raise
+        except ImportError as e:
+            raise Refused(415, "zstd bodies need the package zstandard: pip install vime[agents]") from e
+        except Exception as e:  # each packing has errors of its own
             raise Refused(400, f"the body is no JSON: {said(e)}") from e
         if not isinstance(body, dict):
             raise Refused(400, "the body is no JSON object")
@@ -268,29 +277,22 @@ class Gateway:
         await asyncio.wait({task}, timeout=self.limits.ping if asked.stream else None)
         if task.done():
             _check(task)  # what failed so soon has a status of its own
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream" if asked.stream else "application/json", "Cache-Control": "no-cache"}
-        )
+        begun, kind = wire.opening(turn, asked), "text/event-stream" if asked.stream else "application/json"
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
         try:
             await response.prepare(request)
-            if not asked.stream:
-                await response.write(orjson.dumps(wire.answer(turn, asked)))
-            else:
-                if not task.done():
-                    await response.write(wire.opening(turn, asked))
-                    while not (await asyncio.wait({task}, timeout=self.limits.ping))[0]:
-                        await response.write(wire.PING)
-                    try:
-                        _check(task)
-                    except VimeError as e:
-                        await response.write(wire.failure(_status(e), e.what, getattr(e, "code", "server_error")))
-                        return response
-                    begun = b""
-                else:
-                    begun = wire.opening(turn, asked)
-                await response.write(begun + b"".join(wire.events(turn, asked)))
+            while not task.done():
+                await response.write(begun or wire.PING)
+                begun = b""
+                await asyncio.wait({task}, timeout=self.limits.ping)
+            try:
+                _check(task)
+            except VimeError as e:
+                await response.write(wire.failure(_status(e), e.what, getattr(e, "code", "server_error")))
+                return response
+            await response.write(begun + b"".join(wire.events(turn, asked)) if asked.stream else orjson.dumps(wire.answer(turn, asked)))
             await response.write_eof()
-        except (ConnectionError, asyncio.CancelledError):  # the answer waits for the client's retry, or for a request that shows it was read
+        except ConnectionError:  # the answer waits for the client's retry, or for a request that shows it was read
             return response
         session.deliver(turn)
         return response
@@ -302,40 +304,35 @@ class Gateway:
         if not hmac.compare_digest(given.encode(), self.secret.encode()):
             return web.json_response({"error": "the secret is wrong"}, status=401)
         try:
-            m = re.fullmatch(r"/sessions(?:/([0-9a-f]+)(?:/(finish|reward))?)?", request.path)
-            call = (request.method, bool(m and m[1]), m[2] if m else None)
+            m = re.fullmatch(r"/sessions(?:/([0-9a-f]+)(/finish|/reward)?)?", request.path)
+            call = f"{request.method} {m[2] or ''}" if m else ""
             body = await self._body(request) if request.can_read_body else {}
-            if m and call == ("POST", False, None):
-                return web.json_response(self._begin(body))
-            session = self.sessions.get(m[1]) if m and m[1] else None
-            if session is None or session.id != m[1]:  # type: ignore[index]
-                raise Refused(404, f"{request.method} {request.path}: there is no such path, or open session", "not_found")
-            if call == ("POST", True, "reward"):
+            if m and call == "POST " and not m[1]:
+                s = self.session(**{k: body[k] for k in ("sampling", "metadata", "limits") if k in body})
+                return web.json_response({"id": s.id, "token": s.token, "base_urls": {p: self.base_url(s, p) for p in BASES}})
+            session = self.sessions.get(m[1]) if m else None
+            if m is None or session is None or session.id != m[1] or call not in ("GET ", "DELETE ", "POST /finish", "POST /reward"):
+                raise Refused(404, f"{request.method} {request.path}: there is no such call, or open session", "not_found")
+            if call == "POST /reward":
                 session.reward = body.get("reward")
                 self.write({"e": "reward", "session": session.id, "reward": session.reward})
-            if call in (("POST", True, "finish"), ("DELETE", True, None)):
-                rows = session.finish() if call[2] else session.abort()
-                return web.Response(
-                    body=orjson.dumps(_about(session, rows) | {"trajectories": [asdict(r) for r in rows]}), content_type="application/json"
-                )
-            if call not in (("GET", True, None), ("POST", True, "reward")):
-                raise Refused(405, f"{request.method} {request.path} is no call")
-            return web.json_response(_about(session))
+            rows = session.finish() if call == "POST /finish" else session.abort() if call == "DELETE " else None
+            about = {
+                "id": session.id,
+                "state": session.state,
+                "reward": session.reward,
+                "metadata": session.metadata,
+                "metrics": session.metrics(rows),
+            }
+            about |= {} if rows is None else {"trajectories": [asdict(r) for r in rows]}
+            return web.Response(body=orjson.dumps(about), content_type="application/json")
         except web.HTTPRequestEntityTooLarge as e:
             return web.json_response({"error": e.reason}, status=413)
         except (VimeError, ValueError) as e:
             return web.json_response({"error": str(e)}, status=_status(e) if isinstance(e, VimeError) else 400)
 
-    def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
-        s = self.session(sampling=body.get("sampling"), metadata=body.get("metadata"), limits=body.get("limits"))
-        return {"id": s.id, "token": s.token, "base_urls": {p: self.base_url(s, p) for p in BASES}}
 
-
-def _about(s: Session, rows: list[Trajectory] | None = None) -> dict[str, Any]:
-    return {"id": s.id, "state": s.state, "reward": s.reward, "metadata": s.metadata, "metrics": s.metrics(rows)}
-
-
-def _check(task: asyncio.Task[Turn]) -> None:
+def _check(task: asyncio.Future[Turn]) -> None:
     if task.cancelled():
         raise Refused(409, "the session is closed", "session_closed")
     task.result()

@@ -10,23 +10,8 @@ import orjson
 
 from vime.agents.gateway.record import Asked, Turn
 
-IMAGES = ("image", "image_url", "input_image", "computer_screenshot")
 TITLE = re.compile(r"(generate|create|write)\b.{0,40}\btitle\b", re.I)
 SUMMARY = ("CONTEXT CHECKPOINT COMPACTION", "Your task is to create a detailed summary of the conversation")
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content, blocks joined by line ends. Images are not read; what is unknown is given as its JSON."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list):
-        return "\n".join(text_of(b) for b in content)
-    for key in ("text", "content", "refusal"):
-        if isinstance(content, dict) and isinstance(content.get(key), str | list):
-            return text_of(content[key])
-    if isinstance(content, dict) and content.get("type") in IMAGES:
-        return "[image omitted]"
-    return orjson.dumps(content).decode()
 
 
 def put(messages: list[dict[str, Any]], what: str, value: Any, turn: str | None) -> None:
@@ -82,10 +67,6 @@ def side_call(asked: Asked, schema: Any) -> str:
 def sse(data: Any, event: str = "") -> bytes:
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + (data if isinstance(data, bytes) else orjson.dumps(data)) + b"\n\n"
-
-
-def pieces(text: str, size: int = 512) -> list[str]:
-    return [text[i : i + size] for i in range(0, len(text), size)]
 
 
 def calls_of(turn: Turn) -> list[tuple[str, str, str]]:

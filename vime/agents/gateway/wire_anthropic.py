@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from vime.agents.gateway.record import Asked, Turn, minted
-from vime.agents.gateway.wire import call, calls_of, numbers, pieces, put, side_call, sse, stops, text_of, tool
+from vime.agents.gateway.record import Asked, Turn, minted, text_of
+from vime.agents.gateway.wire import call, calls_of, numbers, put, side_call, sse, stops, tool
 
 PING = sse({"type": "ping"}, "ping")
 BILLING = "x-anthropic-billing-header"  # a block of the system prompt that is no text for the model, and may differ each time
@@ -74,13 +74,12 @@ def _ended(turn: Turn) -> dict[str, Any]:
 
 
 def _begun(turn: Turn, asked: Asked) -> dict[str, Any]:
-    usage = {
-        "input_tokens": turn.prompt_tokens,
-        "output_tokens": len(turn.output_ids),
-        "cache_read_input_tokens": 0,
-        "cache_creation_input_tokens": 0,
-    }
+    usage = {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0} | _usage(turn)
     return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": asked.model, "usage": usage}
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    return {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.output_ids)}
 
 
 def answer(turn: Turn, asked: Asked) -> dict[str, Any]:
@@ -95,20 +94,14 @@ def opening(turn: Turn, asked: Asked) -> bytes:
 def events(turn: Turn, asked: Asked) -> Iterator[bytes]:
     for i, b in enumerate(_blocks(turn)):
         kind = b["type"]
-        empty = EMPTY[kind]
-        yield sse({"type": "content_block_start", "index": i, "content_block": b | empty}, "content_block_start")
         text = orjson.dumps(b["input"]).decode() if kind == "tool_use" else b[kind]
-        name, key = {"tool_use": ("input_json_delta", "partial_json"), "text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}[
-            kind
-        ]
-        deltas: list[dict[str, Any]] = [{"type": name, key: p} for p in pieces(text)]
-        if kind == "thinking":
-            deltas.append({"type": "signature_delta", "signature": b["signature"]})
+        deltas = [{"type": "input_json_delta", "partial_json": text} if kind == "tool_use" else {"type": f"{kind}_delta", kind: text}]
+        deltas += [{"type": "signature_delta", "signature": b["signature"]}] if kind == "thinking" else []
+        yield sse({"type": "content_block_start", "index": i, "content_block": b | EMPTY[kind]}, "content_block_start")
         for d in deltas:
             yield sse({"type": "content_block_delta", "index": i, "delta": d}, "content_block_delta")
         yield sse({"type": "content_block_stop", "index": i}, "content_block_stop")
-    usage = {"input_tokens": turn.prompt_tokens, "output_tokens": len(turn.output_ids)}
-    yield sse({"type": "message_delta", "delta": _ended(turn), "usage": usage}, "message_delta")
+    yield sse({"type": "message_delta", "delta": _ended(turn), "usage": _usage(turn)}, "message_delta")
     yield sse({"type": "message_stop"}, "message_stop")
 
 

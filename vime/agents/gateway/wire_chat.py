@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vime.agents.gateway.record import Asked, Turn, minted
-from vime.agents.gateway.wire import call, calls_of, numbers, pieces, put, side_call, sse, stops, text_of, tool
+from vime.agents.gateway.record import Asked, Turn, minted, text_of
+from vime.agents.gateway.wire import call, numbers, put, side_call, sse, stops, tool
 
 PING = b": ping\n\n"
 NUMBERS = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed", "presence_penalty": "presence_penalty"}
@@ -42,10 +42,6 @@ def read(body: dict[str, Any], headers: Mapping[str, str], path: str = "") -> As
     return asked
 
 
-def _calls(turn: Turn) -> list[dict[str, Any]]:
-    return [call(i, n, a) for i, n, a in calls_of(turn)]
-
-
 def _ended(turn: Turn) -> str:
     return "length" if turn.finish_reason == "length" else "tool_calls" if turn.message.get("tool_calls") else "stop"
 
@@ -57,7 +53,7 @@ def _usage(turn: Turn) -> dict[str, int]:
 
 def answer(turn: Turn, asked: Asked) -> dict[str, Any]:
     message = {k: v for k, v in turn.message.items() if k in ("role", "content", "reasoning_content")}
-    if calls := _calls(turn):
+    if calls := turn.message.get("tool_calls"):
         message |= {"tool_calls": calls, "content": message["content"] or None}
     choice = {"index": 0, "message": message, "finish_reason": _ended(turn), "logprobs": None}
     return _chunk(turn, asked, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
@@ -77,13 +73,10 @@ def opening(turn: Turn, asked: Asked) -> bytes:
 
 def events(turn: Turn, asked: Asked) -> Iterator[bytes]:
     for name in ("reasoning_content", "content"):
-        for p in pieces(turn.message.get(name) or ""):
-            yield _delta(turn, asked, {name: p})
-    for k, c in enumerate(_calls(turn)):
-        arguments = c["function"].pop("arguments")
-        yield _delta(turn, asked, {"tool_calls": [{"index": k} | c | {"function": c["function"] | {"arguments": ""}}]})
-        for p in pieces(arguments):
-            yield _delta(turn, asked, {"tool_calls": [{"index": k, "function": {"arguments": p}}]})
+        if turn.message.get(name):
+            yield _delta(turn, asked, {name: turn.message[name]})
+    for k, c in enumerate(turn.message.get("tool_calls") or []):
+        yield _delta(turn, asked, {"tool_calls": [{"index": k} | c]})
     yield _delta(turn, asked, {}, _ended(turn))
     if asked.more["usage"]:
         yield sse(_chunk(turn, asked) | {"choices": [], "usage": _usage(turn)})

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from vime.agents.gateway.record import Asked, Turn, minted
-from vime.agents.gateway.wire import call, calls_of, numbers, put, side_call, sse, stops, text_of, tool
+from vime.agents.gateway.record import Asked, Turn, minted, text_of
+from vime.agents.gateway.wire import call, calls_of, numbers, put, side_call, sse, stops, tool
 
 PING = b": ping\n\n"
 STATUS = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED", 529: "UNAVAILABLE"}

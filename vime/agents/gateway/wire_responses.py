@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from vime.agents.gateway.record import Asked, Turn, minted
-from vime.agents.gateway.wire import call, calls_of, numbers, pieces, put, side_call, sse, text_of, tool
+from vime.agents.gateway.record import Asked, Turn, minted, text_of
+from vime.agents.gateway.wire import call, calls_of, numbers, put, side_call, sse, tool
 from vime.agents.gateway.wire_chat import error
 
 PING = b": ping\n\n"
@@ -112,9 +112,8 @@ def answer(turn: Turn, asked: Asked) -> dict[str, Any]:
 
 def opening(turn: Turn, asked: Asked) -> bytes:
     response = _response(turn, asked, "in_progress", [])
-    return b"".join(
-        sse({"type": k, "sequence_number": i, "response": response}, k) for i, k in enumerate(("response.created", "response.in_progress"))
-    )
+    kinds = enumerate(("response.created", "response.in_progress"))
+    return b"".join(sse({"type": k, "sequence_number": i, "response": response}, k) for i, k in kinds)
 
 
 def events(turn: Turn, asked: Asked) -> Iterator[bytes]:
@@ -133,14 +132,12 @@ def _told(turn: Turn, asked: Asked, items: list[dict[str, Any]]) -> Iterator[tup
             part = item["content"][0]
             name, inside = "reasoning_text" if kind == "reasoning" else "output_text", {"content_index": 0}
             yield "response.content_part.added", at | inside | {"part": part | {"text": ""}}
-            for p in pieces(part["text"]):
-                yield f"response.{name}.delta", at | inside | {"delta": p}
+            yield f"response.{name}.delta", at | inside | {"delta": part["text"]}
             yield f"response.{name}.done", at | inside | {"text": part["text"]}
             yield "response.content_part.done", at | inside | {"part": part}
         else:
             name, key = ("custom_tool_call_input", "input") if kind == "custom_tool_call" else ("function_call_arguments", "arguments")
-            for p in pieces(item[key]):
-                yield f"response.{name}.delta", at | {"delta": p}
+            yield f"response.{name}.delta", at | {"delta": item[key]}
             yield f"response.{name}.done", at | {key: item[key]}
         yield "response.output_item.done", {"output_index": k, "item": item}
     status = _status(turn)

@@ -33,7 +33,7 @@ GRACE = 1.0  # seconds that a command which ran out of time has to end after SIG
 class SandboxSpec:
     """What a sandbox is to be. `base` is a host folder which the work folder starts as (copied on write; None: empty); `binds` are host
     paths shown read-only at a path inside; `protected` are globs below the work folder that can't be written; `sockets` maps a port of the
-    sandbox's loopback interface to one of the host's: the only way out where `network` is false."""
+    sandbox's loopback interface to one of the host's: the only way out where `network` is false (with it all of them are seen as they are)."""
 
     kind: str = "local"  # or docker:IMAGE, podman:IMAGE, module:function
     base: str | None = None
@@ -79,6 +79,8 @@ class Running:
 class Sandbox:
     """What tasks, tools and harnesses know of a sandbox. A kind of its own gives `start`, `stop`, and `begin`, which makes it."""
 
+    own = 2  # processes that `killall` leaves: process 1, and what asks
+
     def __init__(self, spec: SandboxSpec):
         self.spec, self.workdir, self._first = spec, spec.workdir, {}  # type: ignore[var-annotated]
 
@@ -100,16 +102,14 @@ class Sandbox:
         stdin: bytes | None = None, max_output: int = 1 << 20,
     ) -> Result:  # fmt: skip
         """Run a command to its end, or for `timeout` seconds (the spec's by default); then it and its descendants are killed."""
-        began, kept, room = time.monotonic(), [], max_output
+        began, kept, seen = time.monotonic(), [], 0
         run = await self.start(argv, cwd or self.workdir, self.spec.env | (env or {}))
-        truncated = False
 
         async def pump(stream: asyncio.StreamReader, which: int) -> None:
-            nonlocal room, truncated
+            nonlocal seen
             while chunk := await stream.read(1 << 16):
-                truncated = truncated or len(chunk) > room
-                kept.append((which, chunk[:room]))
-                room -= len(chunk[:room])
+                kept.append((which, chunk[: max(0, max_output - seen)]))
+                seen += len(chunk)
 
         async def feed() -> None:
             with contextlib.suppress(ConnectionError):
@@ -126,13 +126,16 @@ class Sandbox:
         finally:
             if code is None:
                 await run.kill()
-            await asyncio.wait(tasks[:2], timeout=0.2)  # not longer: something that still runs may hold the pipes
+            before = -1
+            while seen > before:  # something that still runs may hold the pipes: its silence is the end
+                before = seen
+                await asyncio.wait(tasks[:2], timeout=0.2)
             for task in tasks:
                 task.cancel()
             run.close()
         out, err = (b"".join(c for w, c in kept if w == which) for which in (1, 2))
         text = b"".join(c for _, c in kept).decode(errors="replace")
-        return Result(code, text, out, err, code is None, truncated, time.monotonic() - began)
+        return Result(code, text, out, err, code is None, seen > max_output, time.monotonic() - began)
 
     async def shell(self) -> "Shell":
         return Shell(self)
@@ -163,15 +166,15 @@ class Sandbox:
 
     async def download(self, path: str, host: str) -> None:
         """A file, or what is in a folder; unpacked by GNU tar, which writes nothing outside of `host` whatever the agent has linked."""
-        script = 'if [ -d "$1" ]; then printf d; tar -c -C "$1" .; else printf f; cat -- "$1"; fi'
-        data = await self._must(f"download {path}", ["sh", "-c", script, "sh", path])
-        os.makedirs(host if data[:1] == b"d" else os.path.dirname(os.path.abspath(host)), exist_ok=True)
-        if data[:1] == b"f":
+        packed = await self.exec(["tar", "-c", "-C", path, "."], max_output=1 << 34, timeout=max(600, self.spec.timeout_s))
+        if packed.code:
+            data = await self.read(path)
             with open(host, "wb") as f:
-                f.write(data[1:])
+                f.write(data)
             return
+        os.makedirs(host, exist_ok=True)
         command = ["tar", "-x", "--no-same-owner", "--no-same-permissions", "-C", host]
-        done = await asyncio.to_thread(subprocess.run, command, input=data[1:], stderr=subprocess.PIPE)
+        done = await asyncio.to_thread(subprocess.run, command, input=packed.stdout, stderr=subprocess.PIPE)
         if done.returncode:
             raise VimeError(f"sandbox: cannot unpack {path} to {host}: {done.stderr.decode(errors='replace').strip()[-300:]}")
 
@@ -182,7 +185,7 @@ class Sandbox:
 
     async def killall(self) -> None:
         """End every process of the agent's, also what has left its session."""
-        await self.exec(["sh", "-c", "kill -9 -1"], timeout=10)
+        await self.exec(["sh", "-c", f"until kill -9 -1; set -- /proc/[0-9]*; [ $# -le {self.own} ]; do sleep 0.01; done"], timeout=10)
 
     async def manifest(self) -> dict[str, str]:
         """{path below the work folder: digest, or what it links to}."""
@@ -246,16 +249,8 @@ class Shell:
             await self.close()
             self._text += b"\n[the shell has ended; the next command gets a new one]"
         text, self._text = self._text, b""
-        out = text[:max_output]
-        return Result(
-            None if timed_out else code,
-            out.decode(errors="replace"),
-            out,
-            b"",
-            timed_out,
-            self._cut or len(text) > max_output,
-            time.monotonic() - began,
-        )
+        cut, out, seconds = self._cut or len(text) > max_output, text[:max_output], time.monotonic() - began
+        return Result(None if timed_out else code, out.decode(errors="replace"), out, b"", timed_out, cut, seconds)
 
     async def close(self) -> None:
         if run := self._run:

@@ -25,13 +25,13 @@ async def main():
     print('ready', flush=True); await asyncio.sleep(1e9)
 asyncio.run(main())"""
 CAPS = [w for c in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID") for w in ("--cap-add", c)]  # what package managers need
-INIT = "trap exit TERM; while :; do sleep 3600 & wait; done"  # process 1, which `kill -9 -1` spares
+INIT = "trap exit TERM; while :; do sleep 3600 & wait; done"  # process 1, which `kill -9 -1` spares, and which reaps
 
 
 class Container(Sandbox):
     """One container: kind = docker:IMAGE or podman:IMAGE. The image needs sh, tar and sha256sum, with `sockets` also python3."""
 
-    name = ""
+    name, own = "", 3
 
     async def begin(self) -> None:
         spec, (self.command, _, image) = self.spec, self.spec.kind.partition(":")

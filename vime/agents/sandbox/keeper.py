@@ -105,11 +105,12 @@ class Box:
         self.seccomp = ctypes.create_string_buffer(rules())
 
     def open(self) -> None:
-        call("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody inside may look into this process, or into a fork before it execs
+        os.mkdir(self.state, 0o700)
         maps = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
         call("unshare", NEWNS if self.root else NEWNS | NEWUSER)
         for kind, text in maps.items() if not self.root else ():
             Path(f"/proc/self/{kind}").write_text(text)
+        call("prctl", 4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody inside may look into this process, or into a fork before it execs
         call("mount", "none", "/", None, 0x44000, None)  # private, all below it too
         call("mount", "tmpfs", self.state, "tmpfs", 2 | 4, f"size={self.spec['disk']},mode=755")
         for name in ("lower", "overlay", "up", "work", "home", "tmp", "shm"):
@@ -131,7 +132,8 @@ class Box:
         if not self.bwrap.stdout.readline():
             raise OSError("bwrap: " + Path(self.state, "said").read_text().strip()[-400:])
         self.init = int(os.read(here, 4096).split(b'"child-pid":')[1].split()[0].strip(b",}"))
-        self.spaces = [os.open(f"/proc/{self.init}/ns/{n}", os.O_RDONLY) for n in ("pid", "net", "ipc", "uts", "mnt")]
+        names = ["ipc", "uts", "mnt", *(["net"] if "--unshare-net" in self.spec["bwrap"] else [])]
+        self.pids, *self.spaces = (os.open(f"/proc/{self.init}/ns/{n}", os.O_RDONLY) for n in ("pid", *names))
 
     def lay(self) -> tuple[str, str, str]:
         """The work folder over `base`: an overlay, or where the kernel can't a copy. Returns (folder of what has changed, what it was, mode)."""
@@ -157,14 +159,16 @@ class Box:
         servers: list[tuple[socket.socket, int]] = []
 
         def listen() -> None:
-            call("setns", self.spaces[1], 0)
+            call("setns", self.spaces[-1], 0)
             servers.extend((socket.create_server(("127.0.0.1", int(near)), backlog=512), far) for near, far in ports.items())
 
         def copy(source: socket.socket, to: socket.socket) -> None:
             with contextlib.suppress(OSError):
-                while data := source.recv(1 << 16):
-                    to.sendall(data)
-                to.shutdown(socket.SHUT_WR)
+                try:
+                    while data := source.recv(1 << 16):
+                        to.sendall(data)
+                finally:
+                    to.shutdown(socket.SHUT_WR)
 
         def serve(server: socket.socket, port: int) -> None:
             while True:
@@ -193,7 +197,7 @@ class Box:
                 os.dup2(fd, to)
             for group in self.groups:
                 Path(group, "cgroup.procs").write_text("0")
-            for space in self.spaces[1:]:
+            for space in self.spaces:
                 call("setns", space, 0)
             os.closerange(3, 4096)
             for cap in range(41):
@@ -217,13 +221,12 @@ class Box:
 
     def answer(self, line: socket.socket) -> None:
         """One request, in a process of its own: a command, which is killed when the connection ends, or what has changed."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         text, fds, _, _ = socket.recv_fds(line, 1 << 16, 3, socket.MSG_CMSG_CLOEXEC)
         while not text.endswith(b"\n"):
             text += line.recv(1 << 16) or b"\n"
         if not (body := json.loads(text)):
             return line.sendall(json.dumps(self.changes()).encode())
-        call("setns", self.spaces[0], NEWPID)  # of the children
+        call("setns", self.pids, NEWPID)  # of the children
         if not (child := os.fork()):
             self.become(body["argv"], body["cwd"], body["env"], fds)
         for fd in fds:
@@ -288,9 +291,10 @@ def keep(line: socket.socket) -> None:
     """Make the sandbox that the first line asks for, and serve it until that connection, the sandbox or the parent ends."""
     parent, box = os.getppid(), Box(json.loads(line.makefile().readline()))
     path = f"{box.state}.sock"
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # bubblewrap waits for one
     try:
         box.open()
-        if box.spec["ports"]:
+        if box.spec["ports"] and "--unshare-net" in box.spec["bwrap"]:
             box.relay(box.spec["ports"])
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
@@ -306,6 +310,8 @@ def keep(line: socket.socket) -> None:
                 asked.close()
             elif ready:
                 break
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
     except (OSError, IndexError) as e:
         with contextlib.suppress(OSError):
             line.sendall(json.dumps({"error": str(e)}).encode() + b"\n")
@@ -320,7 +326,9 @@ def zygote(server: socket.socket) -> None:
     parent = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none of them is waited for
     while os.getppid() == parent:
-        if select.select([server], [], [], 2.0)[0]:
+        if 0 in (ready := select.select([server.fileno(), 0], [], [], 2.0)[0]):  # the parent's end of a pipe
+            break
+        if ready:
             line = server.accept()[0]
             if not os.fork():
                 server.close()

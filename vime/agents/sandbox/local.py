@@ -19,67 +19,66 @@ from vime.procs import born
 
 HOME = "/home/agent"
 ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
-ETC = (
-    "alternatives",
-    "ca-certificates",
-    "chromium.d",
-    "fonts",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "magic",
-    "mime.types",
-    "ssl",
-)
+ETC = "alternatives ca-certificates chromium.d fonts ld.so.cache ld.so.conf ld.so.conf.d localtime magic mime.types ssl".split()  # noqa: SIM905
 NUMBERS = itertools.count()
-_zygote: dict[int, str] = {}  # pid of the process that has it (a fork needs its own) -> its socket
+_zygote: dict[int, tuple[str, "subprocess.Popen[bytes]"]] = {}  # pid of the process that has it (a fork needs its own) -> its socket, itself
 
 
 def zygote() -> str:
     """The socket of this process's zygote, which the first call starts, after what dead processes left has been swept."""
     me, folder = os.getpid(), Path(tempfile.gettempdir(), f"vime-sandboxes-{os.geteuid()}")
-    if me not in _zygote:
+    if me not in _zygote or _zygote[me][1].poll() is not None:
         if sys.platform != "linux" or not shutil.which("bwrap"):
             raise VimeError("sandbox local needs Linux with bubblewrap", "apt-get install -y bubblewrap, or use kind = docker:IMAGE")
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
             raise VimeError(f"sandbox: {folder} belongs to someone else", "set TMPDIR")
-        for old in folder.iterdir():
+        for old in folder.glob("[0-9]*-*"):
             pid, start, *_ = old.name.partition(".")[0].split("-")
             for left in (old, *Path("/sys/fs/cgroup").rglob(f"vime-{old.name}")) if born(int(pid)) != start else ():
                 with contextlib.suppress(OSError):
                     left.rmdir() if left.is_dir() else left.unlink()
         path = f"{folder}/{me}-{born(me)}.sock"
+        Path(path).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
             server.listen(512)
             words = [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "keeper.py"), str(server.fileno())]
             env = {"PATH": os.defpath + ":/usr/sbin:/sbin"}  # and no more: without root it could be read from inside
-            subprocess.Popen(words, env=env, start_new_session=True, pass_fds=[server.fileno()], stdin=subprocess.DEVNULL)
-        _zygote[me] = path
-    return _zygote[me]
+            process = subprocess.Popen(words, env=env, start_new_session=True, pass_fds=[server.fileno()], stdin=subprocess.PIPE)
+        _zygote[me] = path, process
+    return _zygote[me][0]
+
+
+def folders(path: str) -> list[str]:
+    """Those above `path`, which bubblewrap would make such that only root may enter them."""
+    above = itertools.accumulate(path.strip("/").split("/")[:-1], os.path.join, initial="/")
+    return [w for f in above if f not in ("/", "/usr", "/tmp") for w in ("--perms", "0755", "--dir", f)]
 
 
 def arguments(spec: SandboxSpec, state: str) -> list[str]:
     """bubblewrap's: all that can be seen inside is said here."""
     out = ["--unshare-ipc", "--unshare-uts", "--unshare-pid", "--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1", "--cap-drop", "ALL"]
     out += [] if spec.network else ["--unshare-net"]
-    for inside in ("/etc/-", HOME, spec.workdir, *spec.binds.values()):
-        for folder in itertools.accumulate(inside.strip("/").split("/")[:-1], os.path.join, initial="/"):
-            out += ["--perms", "0755", "--dir", folder] if folder not in ("/", "/usr", "/tmp") else []
     out += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--bind", f"{state}/shm", "/dev/shm"]
     for path in filter(os.path.exists, ("/bin", "/sbin", "/lib", "/lib32", "/lib64")):
         out += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    out += folders("/etc/x")
     for name in (*ETC, *(("resolv.conf",) if spec.network else ())):
         out += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for name in ("passwd", "group", "hosts", "nsswitch.conf"):
         out += ["--ro-bind", f"{state}/{name}", f"/etc/{name}"]
+<<<<<<< HEAD
     out += ["--bind", f"{state}/tmp", "/tmp", "--bind", f"{state}/home", HOME, "--bind", f"{state}/work", spec.workdir]
     for host, inside in spec.binds.items():
         for folder in itertools.accumulate(inside.strip("/").split("/")[:-1], os.path.join, initial="/"):
             out += ["--perms", "0755", "--dir", folder] if folder.startswith("/tmp/") else []  # bubblewrap's own would be closed to the agent
         out += ["--ro-bind", os.path.abspath(host), inside]
+=======
+    mounts = [("--bind", f"{state}/tmp", "/tmp"), ("--bind", f"{state}/home", HOME), ("--bind", f"{state}/work", spec.workdir)]
+    for how, host, inside in (*mounts, *(("--ro-bind", os.path.abspath(h), i) for h, i in spec.binds.items())):
+        out += [*folders(inside), how, host, inside]
+>>>>>>> c9421093087db9c90570614ca12eafc6c6d2f8ba
     held: set[str] = set()
     for pattern in spec.protected if spec.base else ():
         for path in sorted(p.rstrip("/") for p in glob.glob(pattern, root_dir=spec.base, recursive=True, include_hidden=True)):
@@ -107,7 +106,6 @@ class Local(Sandbox):
         files = users | {"hosts": "127.0.0.1 localhost sandbox\n", "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n"}
         body = {"state": self.state, "uid": uid, "base": spec.base and os.path.abspath(spec.base), "files": files, "ports": spec.sockets}
         limits = {"memory": spec.memory_mb << 20, "pids": spec.pids, "disk": spec.disk_mb << 20}
-        os.mkdir(self.state, 0o700)
         self._reader, self._writer = await asyncio.open_unix_connection(path)
         self._writer.write(json.dumps(body | limits | {"bwrap": arguments(spec, self.state)}).encode() + b"\n")
         answer = json.loads(await self._reader.readline() or '{"error": "its keeper has ended"}')

@@ -25,7 +25,7 @@ ATTEMPTS = {
     "root-owned folders": "for d in / /usr /usr/bin /usr/lib /etc /dev /proc /home /bin; do touch $d/.vime-attempt && echo ESCAPED $d; done",
     "root-owned files": "for f in /etc/passwd /usr/bin/python3 /etc/ld.so.cache; do : >>$f && echo ESCAPED $f; done",
     "remount what is read-only": "mount -o remount,rw /usr; mount -o remount,rw /work/kept; : >>/work/kept/a && echo ESCAPED",
-    "processes of the host": "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -a 'sleep 98765' && echo ESCAPED",
+    "processes of the host": "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -a 'slee[p] 98765' && echo ESCAPED",
     "/proc/1/environ": "cat /proc/1/environ | grep -a -i -E 'token|home|vime' && echo ESCAPED",
     "/proc/1/root": "ls -d /proc/1/root{canary} && echo ESCAPED",
     "/proc/1/mem": python("f = os.open('/proc/1/mem', os.O_RDWR); out(True)"),
@@ -82,7 +82,6 @@ ATTEMPTS = {
     "clock": python("import time; time.clock_settime(time.CLOCK_REALTIME, time.time()); out(True)"),
 }
 CONTROLS = (  # harmless outside, and possible there for root
-    "network: the host's loopback", "network: other interfaces", "abstract unix socket", "host file", "host's /tmp", "passwords", "processes of the host",
-    "/proc/1/root", "signal to the host", "user namespace", "user namespace by clone", "user namespace by clone3", "network namespace", "core pattern",
-    "sysrq", "kernel settings", "kernel log", "raise limits", "priority", "io_uring", "bpf", "userfaultfd", "open descriptors", "/proc/1/mem", "mount", "keyrings",
+    "network: the host's loopback", "abstract unix socket", "host file", "host's /tmp", "passwords", "processes of the host", 
+    "signal to the host", "user namespace", "user namespace by clone3", "core pattern", "kernel log", "priority", "mount",
 )  # fmt: skip

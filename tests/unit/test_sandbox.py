@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.sandbox_kit import ATTEMPTS, CONTROLS
+from tests.unit.sandbox_kit import ATTEMPTS, CONTROLS
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.errors import VimeError
 
@@ -38,7 +38,7 @@ def base(tmp_path_factory):
 def host(tmp_path_factory):
     """What there is to reach on the host."""
     folder = tmp_path_factory.mktemp("host")
-    (folder / "bind").mkdir()
+    (folder / "bind").mkdir(mode=0o755)
     for name in ("canary", "bind/file"):
         (folder / name).write_text("canary")
     name = f"vime-test-{os.getpid()}"
@@ -136,7 +136,7 @@ async def attempts(base, host):
         for name, script in ATTEMPTS.items():
             done = await box.exec(["bash", "-c", script.format(**host)], timeout=20)
             if done.timed_out or "ESCAPED" in done.output:
-                got[name] = done.output
+                got[name] = done.output[-200:]
         assert (await box.exec(["echo", "alive"])).output == "alive\n"
         assert not {"kept/a", "deep/in/er/a"} & set(await box.changes())
     return got
@@ -144,7 +144,8 @@ async def attempts(base, host):
 
 def test_no_attempt_gets_out(base, host):
     assert len(ATTEMPTS) >= 25
-    assert run(lambda: attempts(base, host)) == {}
+    own = set() if ROOT else {"/proc/1/mem", "ptrace of process 1, then its memory"}  # without root process 1 has just the agent's rights
+    assert set(run(lambda: attempts(base, host))) - own == set()
     assert (host["bind"] / "file").read_text() == "canary" and (base / "kept/a").read_text() == "kept\n"
     assert not list(Path("/").glob(".vime-attempt")) and not list(Path("/usr/bin").glob(".vime-attempt"))
 
@@ -156,7 +157,7 @@ def test_the_attempts_would_work_outside(host):
     dead = [
         n for n in CONTROLS if b"ESCAPED" not in subprocess.run([*script.split(), ATTEMPTS[n].format(**host)], capture_output=True, timeout=60).stdout
     ]
-    assert len(dead) <= len(CONTROLS) // 4, f"no longer attempts: {dead}"  # a kernel may lack some of them
+    assert not dead, f"no longer attempts: {dead}"
 
 
 def test_limits_hold():
@@ -223,7 +224,7 @@ def test_a_hundred_at_once():
         return await asyncio.gather(*(one(n) for n in range(100)))
 
     assert run(main) == [f"{n}\n" for n in range(100)]
-    assert left(str(os.getpid())) == []
+    assert left(f"{os.getpid()}-*") == []
 
 
 DIES = """
@@ -276,6 +277,62 @@ def _children(pid):
     return [p for p in Path("/proc").glob("[0-9]*") if _parent(p) == pid]
 
 
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """A small image of this machine's own programs; skips where there is no podman that works with runc."""
+    if not ROOT or not shutil.which("podman") or not shutil.which("runc") or not Path("/usr/bin/python3.11").exists():
+        pytest.skip("needs podman, runc and Debian's python3.11")
+    root = tmp_path_factory.mktemp("root")
+    programs = [
+        f"/usr/bin/{p}"
+        for p in ("sh", "bash", "tar", "find", "sha256sum", "cat", "grep", "sleep", "env", "mkdir", "readlink", "dirname", "chmod", "python3.11")
+    ]
+    libraries = {w for p in programs for w in subprocess.run(["ldd", p], capture_output=True, text=True).stdout.split() if w.startswith("/")}
+    for path in (*programs, *libraries):
+        (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, root / path[1:])
+    shutil.copytree(
+        "/usr/lib/python3.11", root / "usr/lib/python3.11", ignore=shutil.ignore_patterns("test*", "*dist*", "idlelib", "tkinter"), symlinks=True
+    )
+    (root / "usr/bin/python3").symlink_to("python3.11")
+    (root / "bin").symlink_to("usr/bin")
+    (root / "tmp").mkdir(mode=0o1777)
+    tar = subprocess.run(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(["podman", "import", "-", "vime-test"], input=tar.stdout, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"podman: {done.stderr.decode()[-200:]}")
+    yield "podman:localhost/vime-test"
+    subprocess.run(["podman", "rmi", "-f", "vime-test"], capture_output=True)
+
+
+def test_a_container_is_the_same_sandbox(image, base):
+    options = ["--runtime", shutil.which("runc"), "--ulimit", "nofile=1024:4096", "--ulimit", "nproc=4096:4096"]
+
+    async def main():
+        async def answer(reader, writer):
+            writer.write(b"answer " + await reader.read(5))
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        sockets = {8399: server.sockets[0].getsockname()[1]}
+        async with await open_sandbox(SandboxSpec(kind=image, base=str(base), sockets=sockets, options=options)) as box:
+            done = await box.exec(["bash", "-c", "pwd; cat; echo wrong >&2; echo 2 >>a.py; exit 3"], stdin=b"given")
+            assert (done.code, done.stdout, done.stderr) == (3, b"/work\ngiven", b"wrong\n")
+            await box.write("new/n", b"\0\1")
+            assert await box.read("new/n") == b"\0\1" and await box.changes() == {"a.py": "modified", "new/n": "added"}
+            code = "import socket; s = socket.create_connection(('127.0.0.1', 8399)); s.sendall(b'hello'); print(s.recv(99))"
+            assert (await box.exec(["python3", "-c", code])).output == "b'answer hello'\n"
+            assert (await box.exec(["python3", "-c", "import socket; socket.create_connection(('192.0.2.1', 9), 1)"])).code == 1
+            shell = await box.shell()
+            await shell.run("cd /tmp; X=3")
+            assert (await shell.run("sleep 60", timeout=0.5)).timed_out and (await shell.run("echo $X $PWD")).output == "3 /tmp\n"
+            assert (await box.exec(["bash", "-c", "sleep 61 & sleep 61"], timeout=0.5)).timed_out
+            assert "61" not in (await box.exec(["bash", "-c", "cat /proc/[0-9]*/cmdline"])).output.replace("bash", "")
+
+    run(main)
+    assert subprocess.run(["podman", "ps", "-aq"], capture_output=True).stdout == b""
+
+
 @pytest.mark.skipif(not ROOT or not shutil.which("setpriv"), reason="is what the other tests do")
 def test_a_user_without_rights_has_the_same(tmp_path):
     """The commands, the changes and all attempts once more as nobody, with this interpreter where it can be reached."""
@@ -284,7 +341,7 @@ def test_a_user_without_rights_has_the_same(tmp_path):
     words = [reach if prefix.startswith("/root/") else "true", "mount -t tmpfs -o mode=1777 x /var/tmp", "export TMPDIR=/var/tmp HOME=/var/tmp"]
     chosen = "changes or gets_out or shell or relay"
     drop = "setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps=-all --bounding-set=-all"
-    words += [f"exec {drop} {sys.executable} -m pytest -q -x -p no:cacheprovider -k '{chosen}' tests/integration/test_sandbox.py"]
+    words += [f"exec {drop} {sys.executable} -m pytest -q -x -p no:cacheprovider -k '{chosen}' tests/unit/test_sandbox.py"]
     command = ["unshare", "-m", "--propagation", "private", "sh", "-c", " && ".join(words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
@@ -302,4 +359,4 @@ def test_faults_are_told_in_one_line(tmp_path):
                 await open_sandbox(spec)
 
     run(main)
-    assert left(str(os.getpid())) == []
+    assert left(f"{os.getpid()}-*") == []
