@@ -143,7 +143,6 @@ def parser() -> argparse.ArgumentParser:
     v.add_argument("--out", metavar="DIR", help="where runs and picture go (<run_dir>/<name>-parity; runs/parity with --runs-a)")
     v.add_argument("--json", action="store_true", help="print JSON in place of text")
 
-<<<<<<< HEAD
     y = command(sub, "eval", "run an agent on a task against any OpenAI-compatible endpoint: docs/agents.md; a report that is there is gone on with")
     y.add_argument("config", help="TOML file")
     y.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
@@ -152,12 +151,11 @@ def parser() -> argparse.ArgumentParser:
     y.add_argument("tools", nargs="+", metavar="TOOL", help="shell, editor, search, ... or package.module:Class")
     y.add_argument("--args", default="{}", metavar="JSON", help='what to make them with: {"search": {"url": "http://127.0.0.1:8123"}}')
     y.add_argument("--base", metavar="DIR", help="a sandbox for them, whose work folder begins as this one")
-=======
+
     h = command(sub, "harness", "install agents that run in a sandbox in front of the Gateway, at the versions they were tested with: docs/harnesses.md")
     h.add_argument("action", choices=["list", "install"])
     h.add_argument("name", nargs="?", help="claude_code, codex, opencode, qwen_code, mini_swe_agent or openhands")
     h.add_argument("--prefix", metavar="DIR", help="where ($VIME_HARNESS_PREFIX, or ~/.cache/vime/harness)")
->>>>>>> c9421093087db9c90570614ca12eafc6c6d2f8ba
 
     x = command(sub, "export", "copy the Hugging Face folder out of a run's checkpoint: whole weights, configuration, tokenizer")
     x.add_argument("run", help="the run's folder, <run_dir>/<name>")

@@ -16,11 +16,7 @@ from vime import config
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *("quickstart", "rollout", "engines", "plugins", "eval", "multimodal", "parity", "algorithms", "moe", "parallel", "trainer", "weights"),
-<<<<<<< HEAD
-    *("benchmarks", "dependencies", "data-plane", "reward-hacking"),
-=======
-    *("benchmarks", "data-plane", "dependencies", "gateway", "harnesses", "sandboxes"),
->>>>>>> c9421093087db9c90570614ca12eafc6c6d2f8ba
+    *("benchmarks", "data-plane", "dependencies", "gateway", "harnesses", "reward-hacking", "sandboxes"),
 ]
 DOCS = [ROOT / "README.md", *(ROOT / f"docs/{n}.md" for n in PAGES)]
 BASE = {"model": "m", "data": {"prompts": "p.jsonl"}}  # what a fragment leaves out

@@ -68,17 +68,9 @@ def arguments(spec: SandboxSpec, state: str) -> list[str]:
         out += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for name in ("passwd", "group", "hosts", "nsswitch.conf"):
         out += ["--ro-bind", f"{state}/{name}", f"/etc/{name}"]
-<<<<<<< HEAD
-    out += ["--bind", f"{state}/tmp", "/tmp", "--bind", f"{state}/home", HOME, "--bind", f"{state}/work", spec.workdir]
-    for host, inside in spec.binds.items():
-        for folder in itertools.accumulate(inside.strip("/").split("/")[:-1], os.path.join, initial="/"):
-            out += ["--perms", "0755", "--dir", folder] if folder.startswith("/tmp/") else []  # bubblewrap's own would be closed to the agent
-        out += ["--ro-bind", os.path.abspath(host), inside]
-=======
     mounts = [("--bind", f"{state}/tmp", "/tmp"), ("--bind", f"{state}/home", HOME), ("--bind", f"{state}/work", spec.workdir)]
     for how, host, inside in (*mounts, *(("--ro-bind", os.path.abspath(h), i) for h, i in spec.binds.items())):
         out += [*folders(inside), how, host, inside]
->>>>>>> c9421093087db9c90570614ca12eafc6c6d2f8ba
     held: set[str] = set()
     for pattern in spec.protected if spec.base else ():
         for path in sorted(p.rstrip("/") for p in glob.glob(pattern, root_dir=spec.base, recursive=True, include_hidden=True)):
