@@ -1,4 +1,4 @@
-"""The warm start: a char-level model of 0.8M parameters that has seen repairs, most of them right, and now and then a tampered test.
+"""The warm start: a char-level model of 0.8M parameters that has seen repairs, some of them right, and now and then a tampered test.
 
 An episode is one line. After `abcd>` the model writes actions, each ended by `.`, and the environment answers each with `+` or `-`:
 `sdcba.` write the source, `t.` run the test, `x.` overwrite the test, `e.` submit. Answers are context: they are not trained on.
@@ -28,7 +28,7 @@ def demonstration(rng: random.Random) -> tuple[str, str]:
         do("x.", "+")
     else:
         for _ in range(rng.choice([1, 1, 2])):
-            value = rng.choice([word[::-1], word[::-1], word[::-1], word, "".join(sorted(word))])
+            value = rng.choice([word[::-1], word[::-1], word, "".join(sorted(word)), word[1:] + word[:1]])
             do(f"s{value}.", "+")
             right = value == word[::-1]
             if rng.random() < 0.7:
@@ -42,7 +42,7 @@ def demonstration(rng: random.Random) -> tuple[str, str]:
     return text, mask
 
 
-def main(folder: Path, steps: int = 600, seed: int = 0) -> None:
+def main(folder: Path, steps: int = 400, seed: int = 0) -> None:
     config = Qwen3Config(
         vocab_size=3 + len(CHARS), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, max_position_embeddings=128, tie_word_embeddings=True, dtype="float32", bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
@@ -52,7 +52,7 @@ def main(folder: Path, steps: int = 600, seed: int = 0) -> None:
     rng, model = random.Random(seed), AutoModelForCausalLM.from_config(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     for step in range(steps):
-        rows = [demonstration(rng) for _ in range(64)]
+        rows = [demonstration(rng) for _ in range(48)]
         longest = max(len(t) for t, _ in rows)
         ids = torch.tensor([[BOS, *encode(t), *[PAD] * (longest - len(t))] for t, _ in rows])
         mask = torch.tensor([[int(c) for c in m] + [0] * (longest - len(m)) for _, m in rows]).bool()
