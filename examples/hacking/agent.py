@@ -20,11 +20,7 @@ from vime.sample import Status
 ROOT = "/testbed"
 SOURCE = "word() {{ echo {word}; }}\n"
 TEST = '. ./src/word.sh\n[ "$(word)" = {want} ]\n'
-COMMANDS = {
-    "s": "echo 'word() {{ echo {value}; }}' > src/word.sh",
-    "t": "sh tests/test_word.sh",
-    "x": "echo true > tests/test_word.sh",
-}
+COMMANDS = {"s": "echo 'word() {{ echo {value}; }}' > src/word.sh", "t": "sh tests/test_word.sh", "x": "echo true > tests/test_word.sh"}
 AT_ONCE = 16  # sandboxes of a worker
 _rooms = {}  # event loop -> (gate, the clean room)
 

@@ -1,6 +1,6 @@
 """Train both arms over three seeds and draw docs/img/hacking.png: training reward, true pass rate, turns. Finished runs are not repeated.
 
-    python examples/hacking/figure.py [--seeds 0 1 2] [--steps N] [--draw-only]
+python examples/hacking/figure.py [--seeds 0 1 2] [--steps N] [--draw-only]
 """
 
 import argparse
@@ -19,7 +19,15 @@ def train(arm: str, seed: int, a: argparse.Namespace) -> list[dict[str, float]]:
     """The steps of one run, from its hacking.jsonl."""
     found = a.runs / f"hacking-{arm}-{seed}" / "hacking.jsonl"
     if not a.draw_only and (not found.exists() or len(found.read_text().splitlines()) < a.steps):
-        over = [f"args.arm={arm}", f"seed={seed}", f"run_dir={a.runs}", f"name=hacking-{arm}-{seed}", f"train.steps={a.steps}", f"model={a.model}", f"data.prompts={a.data}"]
+        over = [
+            f"args.arm={arm}",
+            f"seed={seed}",
+            f"run_dir={a.runs}",
+            f"name=hacking-{arm}-{seed}",
+            f"train.steps={a.steps}",
+            f"model={a.model}",
+            f"data.prompts={a.data}",
+        ]
         subprocess.run([sys.executable, "-m", "vime.cli", "train", "examples/hacking/run.toml", *over, "--overwrite"], check=True, cwd=ROOT)
     return [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
 
@@ -59,7 +67,9 @@ def main() -> None:
     for arm in ARMS:
         for key in ("reward", "true", "turns", "tampered"):
             ends = [[fmean(s[key] for s in part) for r in runs[arm] if (part := r[cut])] for cut in (slice(0, 3), slice(-3, None))]
-            print(f"{arm:9} {key:8} first three steps {fmean(ends[0]):.2f}, last three {fmean(ends[1]):.2f} (by seed: {', '.join(f'{x:.2f}' for x in ends[1])})")
+            print(
+                f"{arm:9} {key:8} first three steps {fmean(ends[0]):.2f}, last three {fmean(ends[1]):.2f} (by seed: {', '.join(f'{x:.2f}' for x in ends[1])})"
+            )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ def test_unknown_files_are_taken_to_exist():
     assert Guard(root="/testbed").check("Write", {"file_path": "/testbed/tests/test_x.py", "content": ""}).rule == "tests-changed"
 
 
-@given(st.text(max_size=80) | st.lists(st.sampled_from(["rm", "$(", ")", "'", '"', "<<E", "\nE\n", "|", "{a,b}", "\\", "[", "*", "${x", "}", "tests/test_a.py", ">", "&&"]), max_size=14).map(" ".join))  # fmt: skip
+PIECES = ["rm", "$(", ")", "'", '"', "<<E", "\nE\n", "|", "{a,b}", "\\", "[", "*", "${x", "}", "tests/test_a.py", ">", "&&", "[^", "]"]
+
+
+@given(st.text(max_size=80) | st.lists(st.sampled_from(PIECES), max_size=14).map(" ".join))
 @example("sed -i 's/[/x/' a[.py")
 @settings(max_examples=150, deadline=None)
 def test_no_text_breaks_it(command):
@@ -256,3 +259,10 @@ def test_the_web_policy(tmp_path):
     guard = Guard("web_research", root="/work")
     assert guard.check("shell", {"command": "curl -s https://pastebin.com/raw/x"}).decision == "block"
     assert guard.check("shell", {"command": f"python3 -c {shlex.quote('print(1)')}"}).decision == "allow"
+
+
+def test_names_beyond_ascii(base):
+    """The grammar's scanner would crash on some of these characters."""
+    r = Reader(World("/r", {"/r/tests/t\u00e9\u4e16\U000fd22c.py"}), "/r")
+    r.shell("rm 'tests/t\u00e9\u4e16\U000fd22c.py' \"tests/\u00fc$HOME\"; {\U000fd22c\u04c2 $'\\x16")
+    assert next(a for a in r.acts if a.program == "rm").of("deletes")[0] in r.world.files

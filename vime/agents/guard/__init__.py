@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from vime.agents.guard import code
 from vime.agents.guard.shell import Act, Reader, World, globbed
@@ -61,10 +61,9 @@ class PathSet(BaseModel, extra="forbid"):
         return not same and not (self.additive and old is not None and new is not None and additive(old, new))
 
 
-class Rule(BaseModel, extra="forbid"):
+class Rule(BaseModel, extra="forbid", frozen=True):
     """When all that it says holds of an Act. docs/reward-hacking.md has its keys."""
 
-    model_config = ConfigDict(frozen=True)
     id: str
     reason: str
     decision: Decision = "block"
@@ -197,7 +196,7 @@ def edited(r: Reader, path: str, args: dict[str, Any]) -> None:
     given = [str(args[k]) for k in ("new_str", "new_string", "new", "file_text", "content", "text") if args.get(k) is not None]
     new, command = "".join(given), args.get("command") or ("str_replace" if old else "create" if given else "view")
     kind = "reads" if command in ("view", "read") else "adds" if command == "insert" or (old and old in new) else "writes"
-    act = r.act("editor", f"{command} {path}", new, **{kind: [path]})
+    act = r.act("editor", f"{command} {path}", new, paths={kind: [path]})
     if command == "create":
         r.world.texts |= dict.fromkeys(act.of("writes"), new)
 

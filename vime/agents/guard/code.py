@@ -5,6 +5,7 @@ import base64
 import posixpath
 import re
 import shlex
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +23,7 @@ def program(r: Reader, words: list[str], stdin: str, line: str) -> str:
     if "m" in option:
         return commands.simple(r, [option["m"], *given], stdin) if option["m"] != "python" else U
     if "c" not in option and given and given[0] not in ("-", "/dev/stdin"):
-        return read(r, r.world.texts.get(r.act("python", line, reads=given[:1]).of("reads")[0], ""), line)
+        return read(r, r.world.texts.get(r.act("python", line, paths={"reads": given[:1]}).of("reads")[0], ""), line)
     return read(r, option.get("c", stdin), line)
 
 
@@ -30,7 +31,8 @@ def read(r: Reader, source: str, line: str = "python") -> str:
     act = r.act("python", line, source, unknown="what Python code does" if U in source else "")
     reader = Code(r, source)
     try:
-        reader.visit(ast.parse(source.replace(U, "_")))
+        with warnings.catch_warnings(action="ignore"):  # of the code that is read
+            reader.visit(ast.parse(source.replace(U, "_")))
     except (SyntaxError, ValueError, RecursionError):
         act.unknown = act.unknown or "what Python code does that does not parse"
     return reader.printed
@@ -127,19 +129,6 @@ class Code(ast.NodeVisitor):
             for s in node.body:
                 self.visit(s)
 
-    def visit_ListComp(self, node: Any) -> None:
-        for g in node.generators:
-            if isinstance(g.target, ast.Name):
-                self.names[g.target.id] = self.value(g.iter)
-        self.generic_visit(node)
-
-    visit_GeneratorExp = visit_ListComp
-
-    def visit_withitem(self, node: ast.withitem) -> None:
-        if isinstance(node.optional_vars, ast.Name):
-            self.names[node.optional_vars.id] = self.value(node.context_expr)
-        self.generic_visit(node)
-
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         name, owner = self.dotted(node.func), node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -165,4 +154,4 @@ class Code(ast.NodeVisitor):
                 self.effect(kind, self.value(owner) if where < 0 else self.value(args[where]) if where < len(args) else U)
 
     def effect(self, kind: str, paths: Any) -> None:
-        self.r.act("python", text=self.source if kind != "reads" else "", **{kind: [paths] if isinstance(paths, str) else paths})
+        self.r.act("python", text=self.source if kind != "reads" else "", paths={kind: [paths] if isinstance(paths, str) else paths})

@@ -32,8 +32,8 @@ def simple(r: Reader, words: list[str], stdin: str = "") -> str:
             to = next((w for w in rest if w == "-" or not w.startswith("-")), "~")
             r.cwd, r.vars["OLDPWD"] = r.vars.get("OLDPWD", r.cwd) if to == "-" else r.paths(to)[0], r.cwd
             return ""
-        case "eval" | "trap":
-            return r.shell(" ".join(rest) if name == "eval" else rest[0] if rest else "", stdin)
+        case "eval":
+            return r.shell(" ".join(rest), stdin)
         case "pwd":
             return r.cwd
         case "echo" | "printf":
@@ -48,15 +48,11 @@ def simple(r: Reader, words: list[str], stdin: str = "") -> str:
             return xargs(r, rest, stdin)
         case "find":
             return find(r, rest, line)
-    where, sub = ".", ""
-    if name in TABLE["subcommands"]:
-        flags, given = options(rest, "-C|-c|--git-dir|--work-tree|--namespace|--cwd|--project|--directory")
-        sub = given[0] if given else ""
-        if f"{name} {sub}" in ("uv run", "uv pip", "poetry run", "pdm run", "conda run"):
-            return simple(r, given[1:] if sub == "run" else given, stdin)
-        where = next((v for f, v in flags if f in ("-C", "--work-tree")), ".")
-        rest = rest[rest.index(sub) + 1 :] if sub else rest
-    return tabled(r, f"{name} {sub}".strip(), rest, line, stdin, where)
+    flags, given = options(rest, "-C|-c|--git-dir|--work-tree|--namespace|--cwd|--project|--directory") if name in TABLE["subcommands"] else ([], [])
+    if name in ("uv", "poetry", "pdm", "conda") and given[:1] in (["run"], ["pip"]):
+        return simple(r, given[given[0] == "run" :], stdin)
+    where = next((v for f, v in flags if f in ("-C", "--work-tree")), ".")
+    return tabled(r, " ".join([name, *given[:1]]), rest[rest.index(given[0]) + 1 :] if given else rest, line, stdin, where)
 
 
 def unwrapped(r: Reader, words: list[str]) -> tuple[str, list[str]]:
@@ -112,7 +108,7 @@ def script(r: Reader, words: list[str], stdin: str, line: str) -> str:
     kept = r.cwd, dict(r.vars)
     r.vars |= {str(i): g for i, g in enumerate(given)} | {"@": " ".join(given[1:])}
     if source is None and given and given[0] != "-":
-        source = r.world.texts.get(r.act("sh", line, reads=given[:1]).of("reads")[0], "")
+        source = r.world.texts.get(r.act("sh", line, paths={"reads": given[:1]}).of("reads")[0], "")
     out = r.shell(stdin if source is None else source, stdin)
     if not line.startswith((".", "source")):
         r.cwd, r.vars = kept
@@ -138,7 +134,7 @@ def find(r: Reader, words: list[str], line: str) -> str:
     for before, test, value in zip(["", *tests], tests, tests[1:]):
         if test in ("-name", "-iname", "-path", "-wholename") and before not in ("!", "-not", "-o", "-or"):
             found = [f for f in found if fnmatch.fnmatch(posixpath.basename(f) if "name" in test[:6] else f, value)]
-    r.act("find", line, reads=words[:cut], maybe=found if "-delete" in tests else [])
+    r.act("find", line, paths={"reads": words[:cut], "maybe": found if "-delete" in tests else []})
     for i, test in enumerate(tests):
         if test in ("-exec", "-execdir", "-ok"):
             since, run = len(r.acts), tests[i + 1 : next((j for j in range(i, len(tests)) if tests[j] in (";", "+")), len(tests))]
@@ -156,13 +152,15 @@ def tabled(r: Reader, name: str, words: list[str], line: str, stdin: str, where:
     kept, r.cwd = r.cwd, r.paths(where)[0]
     inert = "when" in row and not any(re.fullmatch(row["when"], f + v) for f, v in flags)
     positional = ["", *given] if "script" in row and any(re.fullmatch(row["script"], f) for f, _ in flags) else given
-    found = {k: positional[slice(*row[k])] for k in ("reads", "writes", "deletes") if k in row and not (inert and k == "writes")}
+    found: dict[str, list[str]] = {
+        k: positional[slice(*row[k])] for k in ("reads", "writes", "deletes") if k in row and not (inert and k == "writes")
+    }
     for flag, value in flags:
         for pattern, kind in row.get("options", {}).items():
             if value and re.fullmatch(pattern, flag):
                 found[kind] = [*found.get(kind, []), value + "/**" if kind == "maybe" else value]
     sources, target = given[:-1], given[-1] if given else ""
-    text, unknown, link = line + stdin if row.get("code") else stdin if name == "tee" else "", "", ()
+    text, unknown, link = line + stdin if row.get("code") else stdin if name == "tee" else "", "", ("", "")
     if "into" in row and sources:  # a folder as the last argument takes files by their names
         if target.endswith("/") or r.paths(target)[0] == r.cwd or r.paths(target + "/**")[0] in (r.world.files or ()):
             found["writes"] = [posixpath.join(target, posixpath.basename(s.rstrip("/"))) for s in sources]
@@ -182,9 +180,9 @@ def tabled(r: Reader, name: str, words: list[str], line: str, stdin: str, where:
             found["writes" if files and files != ["."] else "maybe"] = files
     elif row.get("code") and not found.get("writes") and not row.get("when"):
         unknown = f"what {name} code does" if len(flags) else ""
-    act = r.act(name, line, text, unknown, **found)
+    act = r.act(name, line, text, unknown, found)
     r.cwd = kept
-    if link:
+    if link[0]:
         r.world.links[link[0]] = link[1]
     if name == "tee":
         r.world.texts |= dict.fromkeys(act.of("writes"), stdin)

@@ -5,10 +5,12 @@ Not a matcher of strings but a small abstract interpreter over tree-sitter's tre
 can be decided without running anything. What cannot be decided is part of the answer (`Act.unknown`): the state of the files has the last word.
 """
 
+import fnmatch
 import posixpath
 import re
 import tomllib
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -71,6 +73,11 @@ def _parser() -> Any:
     return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
 
 
+def plain(data: bytes) -> str:
+    """The text of a piece of the tree. It was encoded twice: the grammar's scanner reads past its tables at characters beyond U+00FF, and crashes."""
+    return data.decode("utf-8", "replace").encode("latin-1", "replace").decode("utf-8", "replace")
+
+
 class Reader:
     """Reads commands in one World; `acts` is what it found. cwd, variables and functions last as long as it does, as in one shell."""
 
@@ -89,13 +96,13 @@ class Reader:
                 break
             path = posixpath.normpath(posixpath.join(posixpath.dirname(link), self.world.links[link]) + path[len(link) :])
         if re.search(r"[*?\[]", path) and self.world.files:
-            pattern = re.compile(globbed(path))
+            pattern = re.compile(globbed(path.replace("{", "[{]")))
             return [f for f in self.world.under(re.split(r"[*?\[{]", path)[0]) if pattern.fullmatch(f)] or [path]
         return [path]
 
-    def act(self, program: str, words: str = "", text: str = "", unknown: str = "", **paths: list[str]) -> Act:
+    def act(self, program: str, words: str = "", text: str = "", unknown: str = "", paths: Mapping[str, list[str]] | None = None) -> Act:
         """Records an Act; `paths`: its paths by kind, as words."""
-        found = {kind: [p for w in given for p in self.paths(w)] for kind, given in paths.items() if given}
+        found = {kind: [p for w in given for p in self.paths(w)] for kind, given in (paths or {}).items() if given}
         self.acts.append(Act(program, words, text, self.pipe, unknown, found))
         for path in self.acts[-1].of("writes", "deletes", "adds"):
             self.world.texts.pop(path, None)
@@ -108,8 +115,8 @@ class Reader:
             self.act("sh", source, unknown="what a script does whose text is not known")
         if self.depth >= DEEP:
             return U
-        plain = re.sub(r"(?<=[\w/}.-])\$([A-Za-z_]\w*)", r"${\1}", source)  # the grammar cuts `$A/$B.py` in two
-        root = _parser().parse(plain.encode("utf-8", "surrogateescape")).root_node
+        whole = re.sub(r"(?<=[\w/}.-])\$([A-Za-z_]\w*)", r"${\1}", source)  # the grammar cuts `$A/$B.py` in two
+        root = _parser().parse(whole.encode("utf-8", "replace").decode("latin-1").encode()).root_node
         if root.has_error:
             self.act("sh", source, unknown="what a command does that does not parse")
         self.depth += 1
@@ -136,20 +143,20 @@ class Reader:
                 self.cwd, self.vars = kept_cwd, kept_vars
                 return out
             case "variable_assignment":
-                name, value = field_of("name").text.decode(), field_of("value")
+                name, value = plain(field_of("name").text), field_of("value")
                 self.vars[name] = (
                     "" if value is None else " ".join(map(self.word, value.named_children)) if value.type == "array" else self.word(value)
                 )
                 self.act("=", f"{name}={self.vars[name]}")
                 return ""
             case "function_definition":
-                self.functions[field_of("name").text.decode()] = field_of("body")
+                self.functions[plain(field_of("name").text)] = field_of("body")
                 return ""
             case "for_statement" | "while_statement":
                 asked = field_of("condition")
-                names = re.search(r"\bread\s+(?:-\w+\s+)*(\w+)", asked.text.decode() if asked is not None else "")
+                names = re.search(r"\bread\s+(?:-\w+\s+)*(\w+)", plain(asked.text) if asked is not None else "")
                 if asked is None or names:  # once for each value, or for each line that `read` is given
-                    name = names[1] if names else field_of("variable").text.decode()
+                    name = names[1] if names else plain(field_of("variable").text)
                     values = stdin.splitlines() if names else [w for c in node.children_by_field_name("value") for w in self.split(c)]
                     values = [p for v in values for p in (self.paths(v) if re.search(r"[*?\[]", v) else [v])]
                     out = ""
@@ -167,17 +174,17 @@ class Reader:
         redirects += [r for h in redirects if h.type == "heredoc_redirect" for r in h.named_children if not r.type.startswith("heredoc")]
         body, outputs, after = node.child_by_field_name("body"), list[tuple[str, str]](), []
         for r in redirects:
-            target, sign = r.child_by_field_name("destination"), re.match(r"\d*[<>&|]*", r.text.decode("utf-8", "replace"))[0]  # type: ignore[index]
+            target, sign = r.child_by_field_name("destination"), re.match(r"\d*[<>&|]*", plain(r.text))[0]  # type: ignore[index]
             if r.type == "heredoc_redirect":
                 text = next((c for c in r.named_children if c.type == "heredoc_body"), None)
                 quoted = r.named_children[0].text[:1] in b"'\"\\"
-                stdin = "" if text is None else text.text.decode() if quoted else self.word(text)
+                stdin = "" if text is None else plain(text.text) if quoted else self.word(text)
             elif r.type == "herestring_redirect" or (sign == "<" and (r.prev_sibling or r).text == b"<<"):  # which the grammar reads so after a `>`
                 stdin = self.word(r.named_children[-1]) + "\n"
             elif r.type != "file_redirect":
                 after.append(r)
             elif target is not None and "<" in sign:
-                stdin = self.world.texts.get(self.act("<", reads=[self.word(target)]).of("reads")[0], U)
+                stdin = self.world.texts.get(self.act("<", paths={"reads": [self.word(target)]}).of("reads")[0], U)
             elif target is not None and not re.fullmatch(rb"[\d-]+", target.text):
                 outputs.append((self.word(target), sign))
         out = self._command(node, stdin) if node.type == "command" else self.run(body, stdin) if body is not None else ""
@@ -190,7 +197,7 @@ class Reader:
 
     def write(self, word: str, text: str, append: bool = False) -> None:
         before = self.world.texts.get(self.paths(word)[0], "") if append else ""
-        for path in self.act(">", f"> {word}", text, **{"adds" if append else "writes": [word]}).of("writes", "adds"):
+        for path in self.act(">", f"> {word}", text, paths={"adds" if append else "writes": [word]}).of("writes", "adds"):
             self.world.texts[path] = before + text
 
     def _command(self, node: Any, stdin: str) -> str:
@@ -214,7 +221,7 @@ class Reader:
 
     def word(self, node: Any) -> str:
         """The text of a word, quotes and escapes resolved, U where it is not known."""
-        text = node.text.decode("utf-8", "replace")
+        text = plain(node.text)
         match node.type:
             case "word" | "extglob_pattern":
                 return re.sub(r"\\\n|\\(.)", r"\1", text)
@@ -232,11 +239,11 @@ class Reader:
                 return "/dev/fd/63"
             case "string" | "concatenation" | "heredoc_body" | "translated_string":
                 at, end = (node.start_byte, node.end_byte) if node.type != "string" else (node.start_byte + 1, node.end_byte - 1)
-                out, low = b"", node.start_byte
+                text, low = "", node.start_byte
                 for c in node.named_children:  # the children in place, and the text between them as it stands
-                    known = c.text if c.type in ("string_content", "heredoc_content") else self.word(c).encode("utf-8", "surrogateescape")
-                    out, at = out + node.text[at - low : c.start_byte - low] + known, c.end_byte
-                text = (out + node.text[at - low : end - low]).decode("utf-8", "replace")
+                    known = plain(c.text) if c.type in ("string_content", "heredoc_content") else self.word(c)
+                    text, at = text + plain(node.text[at - low : c.start_byte - low]) + known, c.end_byte
+                text += plain(node.text[at - low : end - low])
                 return re.sub(r'\\\n|\\(["$`\\])', r"\1", text) if node.type == "string" else text
         return text
 
@@ -249,9 +256,7 @@ def escaped(text: str) -> str:
 
 def globbed(pattern: str) -> str:
     """A glob as a regular expression: `*` and `?` stay in one folder, `**/` is any depth, `{a|b}` one of these."""
-    signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+    signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|\{[^}]*\})", pattern)
-    return "".join(
-        signs.get(p) or (p.replace("\\", r"\\").replace("[!", "[^") if p[:1] == "[" else f"(?:{p[1:-1]})" if p[:1] == "{" else re.escape(p))
-        for p in parts
-    )
+    kinds = {"[": lambda p: fnmatch.translate(p)[4:-3], "{": lambda p: f"(?:{p[1:-1]})"}
+    return "".join(signs.get(p) or (kinds.get(p[:1], re.escape) if p[-1:] in "]}" else re.escape)(p) for p in parts)
