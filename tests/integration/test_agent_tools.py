@@ -44,6 +44,9 @@ def test_shell_editor_and_python_share_a_sandbox(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\ny = 1\nprint(x + y)\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/b.txt").write_text("no newline")
+    (tmp_path / "run.sh").write_text("echo hi\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "big.txt").write_text("first\n" + "line\n" * 300_000)
 
     async def test(do: Do, ctx: Context) -> None:
         async def says(text: str, status: str, tool: str, **args: Any) -> None:
@@ -79,6 +82,14 @@ def test_shell_editor_and_python_share_a_sandbox(tmp_path: Path) -> None:
         await says("No such file", "ok", "editor", command="view", path="new/deep.txt")
         await says("there is no file", "error", "editor", command="insert", path="gone", insert_line=0, new_str="")
         await says("command: Input should be 'view'", "error", "editor", command="delete", path="a.py")
+
+        await says("echo ho", "ok", "editor", command="str_replace", path="run.sh", old_str="hi", new_str="ho")
+        await says("ho", "ok", "shell", command="/work/run.sh")  # it stays a program
+        for do_this in ({"command": "str_replace", "old_str": "first", "new_str": ""}, {"command": "view"}):
+            await says("more than this tool can read", "error", "editor", path="big.txt", **do_this)
+        await says("1500006", "ok", "shell", command="wc -c /work/big.txt")  # and is not cut
+        await do("shell", command="cd /work; rm sub/b.txt; mkdir sub/b.txt")
+        await says("Is a directory", "error", "editor", command="undo", path="sub/b.txt")
 
         await says("[0, 1, 4]", "ok", "python", code="print([i * i for i in range(3)])")
         await says("ZeroDivisionError", "ok", "python", code="1 / 0")

@@ -308,10 +308,10 @@ class Gateway:
             call = f"{request.method} {m[2] or ''}" if m else ""
             body = await self._body(request) if request.can_read_body else {}
             if m and call == "POST " and not m[1]:
-                given = {k: body[k] for k in ("sampling", "metadata", "limits") if body.get(k) is not None}
-                if wrong := [k for k in ("sampling", "limits") if not isinstance(given.get(k, {}), dict)]:
+                asked = {k: body[k] for k in ("sampling", "metadata", "limits") if body.get(k) is not None}
+                if wrong := [k for k in ("sampling", "limits") if not isinstance(asked.get(k, {}), dict)]:
                     raise ValueError(f"{wrong[0]} must be an object")
-                s = self.session(**given)
+                s = self.session(**asked)
                 return web.json_response({"id": s.id, "token": s.token, "base_urls": {p: self.base_url(s, p) for p in BASES}})
             session = self.sessions.get(m[1]) if m else None
             if m is None or session is None or session.id != m[1] or call not in ("GET ", "DELETE ", "POST /finish", "POST /reward"):
