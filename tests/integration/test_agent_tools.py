@@ -277,6 +277,24 @@ def test_tools_of_mcp_servers_and_ours_in_one(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(go(), 100))
 
 
+@pytest.mark.parametrize("at", ["'no end", "", "/no/such/program", "true", f"{sys.executable} -c 'import time; time.sleep(600)'"])
+def test_an_mcp_server_that_is_none_is_named(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp, "ANSWER", 0.5)
+
+    async def go() -> None:
+        async with Context() as ctx:
+            with pytest.raises(VimeError, match="MCP server 'odd' "):
+                await mcp.connect({"odd": at}, ctx)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+@pytest.mark.parametrize("options", ["{", "[]", "3", '{"submit": 3}'])
+def test_options_of_vime_mcp_are_an_object(options: str) -> None:
+    with pytest.raises(VimeError, match=r"--args .* is not JSON"):
+        mcp.command(["submit"], options, None)
+
+
 class Shot(Tool):
     name, description = "shot", "A picture."
 
