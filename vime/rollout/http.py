@@ -153,7 +153,7 @@ class EngineClient:
 
     async def models(self) -> list[dict[str, Any]]:
         """What the server serves: "id", and "max_model_len" where it says so."""
-        return list((await self._json("GET", MODELS, timeout=10)).get("data") or [])
+        return [m for m in (await self._json("GET", MODELS, timeout=10)).get("data") or [] if isinstance(m, dict)]
 
     async def workers(self) -> list[str]:
         """URLs of the servers behind this one, if it is a router."""

@@ -76,7 +76,7 @@ class Gateway:
         try:
             served = (await client.models() or [{}])[0]
             context = context or served.get("max_model_len")  # a router may not say
-            if not context:
+            if not isinstance(context, int) or context < 1:
                 raise VimeError(f"{engine} does not say how long a context may be", "give context (--context)")
             tokenizer = await asyncio.to_thread(Tokenizer, model)
             found = await asyncio.to_thread(Template, tokenizer, template, limits.chat_template_kwargs)
@@ -102,7 +102,7 @@ class Gateway:
             self._runners.append(runner)
             try:
                 await web.TCPSite(runner, at, wanted, backlog=1024).start()
-            except OSError as e:
+            except (OSError, OverflowError) as e:
                 raise VimeError(f"{name} {wanted}: {said(e)}", "free it, or leave it out to get a free one") from e
             setattr(self, name, runner.addresses[0][1])
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from vime.agents.sandbox import Running, Sandbox, SandboxSpec
 from vime.errors import VimeError, said
@@ -95,25 +94,22 @@ class Local(Sandbox):
     mode, limited = "", []  # type: ignore[var-annotated]
 
     async def begin(self) -> None:
-        spec, me = self.spec, os.getpid()
+        spec, me, root = self.spec, os.getpid(), os.geteuid() == 0
         try:
-            path, number, root = zygote(), next(NUMBERS), os.geteuid() == 0
+            path, number = zygote(), next(NUMBERS)
+            uid = 1_000_000_000 + me % (1 << 22) * 256 + number % 256  # no one else's: limits, signals and keys go by uid
+            self.state = f"{path.removesuffix('.sock')}-{number}"
+            users = {"passwd": f"agent:x:{uid * root}:{uid * root}::{HOME}:/bin/bash\n", "group": f"agent:x:{uid * root}:\n"}
+            files = users | {"hosts": "127.0.0.1 localhost sandbox\n", "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n"}
+            body = {"state": self.state, "uid": uid, "base": spec.base and os.path.abspath(spec.base), "files": files, "ports": spec.sockets}
+            limits = {"memory": spec.memory_mb << 20, "pids": spec.pids, "disk": spec.disk_mb << 20}
+            self._reader, self._writer = await asyncio.open_unix_connection(path)
+            self._writer.write(json.dumps(body | limits | {"bwrap": arguments(spec, self.state)}).encode() + b"\n")
+            answer = json.loads(await self._reader.readline() or '{"error": "its keeper has ended"}')
         except OSError as e:
             raise VimeError(
                 f"sandbox: {said(e)}", f"its sockets are in {tempfile.gettempdir()}: set TMPDIR to a folder of yours, of a short path"
             ) from e
-        uid = 1_000_000_000 + me % (1 << 22) * 256 + number % 256  # no one else's: limits, signals and keys go by uid
-        self.state = f"{path.removesuffix('.sock')}-{number}"
-        users = {"passwd": f"agent:x:{uid * root}:{uid * root}::{HOME}:/bin/bash\n", "group": f"agent:x:{uid * root}:\n"}
-        files = users | {"hosts": "127.0.0.1 localhost sandbox\n", "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n"}
-        body = {"state": self.state, "uid": uid, "base": spec.base and os.path.abspath(spec.base), "files": files, "ports": spec.sockets}
-        limits = {"memory": spec.memory_mb << 20, "pids": spec.pids, "disk": spec.disk_mb << 20}
-        line: bytes = json.dumps(body | limits | {"bwrap": arguments(spec, self.state)}).encode() + b"\n"
-        answer: dict[str, Any] = {"error": "its keeper has ended"}
-        with contextlib.suppress(OSError, ValueError):
-            self._reader, self._writer = await asyncio.open_unix_connection(path)
-            self._writer.write(line)
-            answer = json.loads(await self._reader.readline())
         if error := answer.get("error"):
             fix = "give this process CAP_SYS_ADMIN (docker run --privileged), or use kind = docker:IMAGE" if "not permitted" in error else ""
             raise VimeError(f"sandbox: {error}", fix)
