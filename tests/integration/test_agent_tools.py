@@ -192,6 +192,7 @@ def test_the_browser_goes_where_it_may(tmp_path: Path) -> None:
             away += [
                 f"http://127.0.0.1:{port}/b.html",
                 f"http://localhost:{port}/away?to=127.0.0.1:{other}",
+                f"http://localhost:{port}/away?to=localhost:{other}",
                 f"http://localhost:{port}/away?to=[::1]:{other}",
             ]
             for url in [*away, "chrome://version", "view-source:file:///etc/passwd"]:
