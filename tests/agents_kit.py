@@ -57,7 +57,7 @@ class ScriptedEngine:
     """Answers /inference/v1/generate with `script`: a list of outputs, one for each request, or a function of (request body, its number).
 
     An output is a text (encoded, and ended by the family's end token), a dict {"text" or "token_ids", "finish_reason", "stop_reason", "delay"},
-    or an int, an HTTP status. Token number s of all that were sampled has the logprob -s / 1e6, so each is known wherever it turns up: `sampled`.
+    {"raw": what else it answers}, or an int, an HTTP status. Token number s of all that were sampled has the logprob -s / 1e6, so each is known wherever it turns up: `sampled`.
     """
 
     def __init__(self, folder: str, script: list[Any] | Callable[[dict[str, Any], int], Any] | None = None, context: int = 1 << 20):
@@ -98,6 +98,8 @@ class ScriptedEngine:
         if isinstance(out, int):
             return web.json_response({"error": {"message": f"scripted {out}"}}, status=out)
         given = out if isinstance(out, dict) else {"text": out}
+        if "raw" in given:
+            return web.json_response(given["raw"])
         self.running += 1
         self.most = max(self.most, self.running)
         try:

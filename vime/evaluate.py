@@ -62,8 +62,11 @@ def command(path: str, overrides: list[str], agent: str | None = None) -> int:
                 f"agent {cfg.agent.agent!r} needs model.folder", "a gateway translates for it, and renders prompts with the model's tokenizer"
             )
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
-    report.parent.mkdir(parents=True, exist_ok=True)
-    samples, done = episodes(cfg), read(report)
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        samples, done = episodes(cfg), read(report)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise VimeError(f"{report}: {said(e)}", "is it a report of vime eval? move it away, or give another name or out") from e
     left = [s for s in samples if s.index not in done]
     print(f"{len(samples)} episodes, {len(samples) - len(left)} of them in {report} already", flush=True)
     failed = asyncio.run(_run(cfg, left, report))
@@ -87,7 +90,7 @@ def episodes(cfg: EvalFile) -> list[Sample]:
         else:
             rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
         made = [{"prompt": r[d.input_key], "label": r.get(d.label_key), "metadata": r.get(d.metadata_key) or {}} for r in rows]
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise VimeError(
             f"data.prompts = {d.prompts!r} cannot be read: {said(e)}", f"each line is a JSON object with {d.input_key!r} (data.input_key)"
         ) from e

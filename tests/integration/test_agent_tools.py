@@ -44,6 +44,9 @@ def test_shell_editor_and_python_share_a_sandbox(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\ny = 1\nprint(x + y)\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/b.txt").write_text("no newline")
+    (tmp_path / "run.sh").write_text("echo hi\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "big.txt").write_text("first\n" + "line\n" * 300_000)
 
     async def test(do: Do, ctx: Context) -> None:
         async def says(text: str, status: str, tool: str, **args: Any) -> None:
@@ -79,6 +82,14 @@ def test_shell_editor_and_python_share_a_sandbox(tmp_path: Path) -> None:
         await says("No such file", "ok", "editor", command="view", path="new/deep.txt")
         await says("there is no file", "error", "editor", command="insert", path="gone", insert_line=0, new_str="")
         await says("command: Input should be 'view'", "error", "editor", command="delete", path="a.py")
+
+        await says("echo ho", "ok", "editor", command="str_replace", path="run.sh", old_str="hi", new_str="ho")
+        await says("ho", "ok", "shell", command="/work/run.sh")  # it stays a program
+        for do_this in ({"command": "str_replace", "old_str": "first", "new_str": ""}, {"command": "view"}):
+            await says("more than this tool can read", "error", "editor", path="big.txt", **do_this)
+        await says("1500006", "ok", "shell", command="wc -c /work/big.txt")  # and is not cut
+        await do("shell", command="cd /work; rm sub/b.txt; mkdir sub/b.txt")
+        await says("Is a directory", "error", "editor", command="undo", path="sub/b.txt")
 
         await says("[0, 1, 4]", "ok", "python", code="print([i * i for i in range(3)])")
         await says("ZeroDivisionError", "ok", "python", code="1 / 0")
@@ -181,6 +192,7 @@ def test_the_browser_goes_where_it_may(tmp_path: Path) -> None:
             away += [
                 f"http://127.0.0.1:{port}/b.html",
                 f"http://localhost:{port}/away?to=127.0.0.1:{other}",
+                f"http://localhost:{port}/away?to=localhost:{other}",
                 f"http://localhost:{port}/away?to=[::1]:{other}",
             ]
             for url in [*away, "chrome://version", "view-source:file:///etc/passwd"]:
@@ -264,6 +276,24 @@ def test_tools_of_mcp_servers_and_ours_in_one(tmp_path: Path) -> None:
                 await mcp.connect({"gone": url}, ctx)
 
     asyncio.run(asyncio.wait_for(go(), 100))
+
+
+@pytest.mark.parametrize("at", ["'no end", "", "/no/such/program", "true", f"{sys.executable} -c 'import time; time.sleep(600)'"])
+def test_an_mcp_server_that_is_none_is_named(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp, "ANSWER", 0.5)
+
+    async def go() -> None:
+        async with Context() as ctx:
+            with pytest.raises(VimeError, match="MCP server 'odd' "):
+                await mcp.connect({"odd": at}, ctx)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+@pytest.mark.parametrize("options", ["{", "[]", "3", '{"submit": 3}'])
+def test_options_of_vime_mcp_are_an_object(options: str) -> None:
+    with pytest.raises(VimeError, match=r"--args .* is not JSON"):
+        mcp.command(["submit"], options, None)
 
 
 class Shot(Tool):

@@ -164,3 +164,39 @@ def test_a_full_context_ends_the_episode(tmp_path: Path, serve: Any) -> None:
 def test_wrong_files_are_refused(tmp_path: Path, change: str, match: str) -> None:
     with pytest.raises(VimeError, match=match):
         evaluate.command(file(tmp_path, "http://127.0.0.1:9/v1", ROWS), [change])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        {"choices": None},
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": "x"}]},
+        {"choices": [{"message": {}}], "usage": {"completion_tokens": "x"}},
+    ],
+)
+def test_an_endpoint_that_answers_nonsense_is_named(answer: Any, tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server = serve(lambda body: (200, answer))
+    assert evaluate.command(file(tmp_path, server.url, ROWS[:1]), ["n_samples=1", "model.retries=1"]) == 1
+    assert "chat/completions: " in capsys.readouterr().out and len(server.asked) == 2, "once more, it may only be ill"
+
+
+def test_a_message_without_a_role_is_the_assistants(tmp_path: Path, serve: Any) -> None:
+    server = serve(lambda body: (200, {"choices": [{"message": {"content": "19"}}]}))
+    assert evaluate.command(file(tmp_path, server.url, ROWS[:1]), ["n_samples=1"]) == 0
+    assert json.loads((tmp_path / "sums.jsonl").read_text())["messages"][-1] == {"role": "assistant", "content": "19"}
+
+
+@pytest.mark.parametrize("text", [b"nonsense\n", b"[1]\n", b'{"a": 1}\n', b"\xff\n"])
+def test_a_report_or_rows_that_are_none_are_named(text: bytes, tmp_path: Path, serve: Any) -> None:
+    path = file(tmp_path, "http://127.0.0.1:1/v1", ROWS)
+    (tmp_path / "sums.jsonl").write_bytes(text)
+    with pytest.raises(VimeError, match=r"sums[.]jsonl: .* move it away"):
+        evaluate.command(path, [])
+    assert (tmp_path / "sums.jsonl").read_bytes() == text
+    (tmp_path / "rows.jsonl").write_bytes(text)
+    with pytest.raises(VimeError, match="cannot be read"):
+        evaluate.command(path, [])
+    with pytest.raises(VimeError, match="FileExists"):
+        evaluate.command(path, ["out=/dev/null", "data.prompts=/dev/null"])

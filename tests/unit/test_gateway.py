@@ -15,7 +15,7 @@ import zstandard
 
 from benchmarks.gateway_replay import replay
 from tests.agents_kit import ScriptedEngine, check, gateway, model_folder, post, said
-from vime.agents.gateway import Gateway, Refused, Session
+from vime.agents.gateway import Gateway, Refused, Session, parse
 from vime.errors import VimeError
 from vime.sample import Sample, Status
 from vime.sections import GatewayConfig
@@ -109,6 +109,40 @@ def test_malformed_calls_stay_text(folder):
     run(folder, [broken, broken, said("", [("f", {"a": 1})])], go)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses", "/v1beta/models/m:generateContent"])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud83d"}', '{"a": ' + "[" * 240 + "]" * 240 + "}", '{"a": ' + "[" * 99_999],
+    ids=["nan", "inf", "half", "deep", "endless"],
+)
+def test_calls_that_no_answer_can_carry_stay_text(path, arguments, folder):
+    """Each is JSON to one reader or another; the client's answer must be whole whatever the policy samples."""
+    sampled = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call>"
+    tools = {"/v1/messages": [{"name": "f"}], "/v1/chat/completions": [TOOL], "/v1/responses": [TOOL["function"] | {"type": "function"}]}
+    body = PROTOCOLS[path] | {"tools": tools.get(path, [{"functionDeclarations": [{"name": "f"}]}])}
+    body.pop("max_tokens", None)
+
+    async def go(g, engine):
+        s = g.session()
+        status, got = await post(at(g, path), body, s.token)
+        assert status == 200 and "<tool_call>" in str(got)
+        assert s.turns[0].ill_formed and len(check(engine, s.finish())) == len(engine.sampled)
+
+    run(folder, [sampled], go)
+
+
+def test_types_of_a_parameter_may_be_several():
+    kinds = {"a": {"type": ["string", "null"]}, "b": {"type": ["integer", "null"]}, "c": True, "d": {}}
+    tools = [{"function": {"name": "f", "parameters": {"properties": kinds}}}]
+    call = "<tool_call><function=f>%s</function></tool_call>"
+    got = parse.own(
+        "qwen_xml", call % "".join(f"<parameter={k}>{v}</parameter>" for k, v in {"a": "x y", "b": "3", "c": "z", "d": "7"}.items()), tools
+    )
+    assert json.loads(got.calls[0][1]) == {"a": "x y", "b": 3, "c": "z", "d": "7"} and not got.ill_formed
+    tools[0]["function"]["parameters"]["properties"] = [1]
+    assert parse.own("qwen_xml", call % "", tools).ill_formed, "a schema that is none"
+
+
 PROTOCOLS = {
     "/v1/messages": {"model": "m", "max_tokens": 50, "messages": USER},
     "/v1/chat/completions": {"model": "m", "messages": USER},
@@ -131,9 +165,10 @@ def test_each_protocol_refuses_in_its_own_shape(path, folder):
     async def go(g, engine):
         s = g.session()
         url, key = at(g, path), s.token
+        deep = orjson.dumps(body)[:-1] + b',"x":' + b"[" * 300 + b"]" * 300 + b"}"
         wrong = [
             b"", b"{", b"[1]", b"null", b'"x"', b"\xff\xfe", b"[" * 2000, {}, {"messages": 3}, {"messages": [3]}, {"messages": [{}]}, {"messages": []},
-            {"input": 7}, {"input": [7]}, {"contents": [7]}, {"contents": "x"}, body | {"tools": [7]}, body | {"tools": [{"functionDeclarations": [{}]}]},
+            {"input": 7}, {"input": [7]}, {"contents": [7]}, {"contents": "x"}, deep, body | {"tools": [7]}, body | {"tools": [{"functionDeclarations": [{}]}]},
         ]  # fmt: skip
         for given in wrong[:-1] if not gemini else wrong:
             status, got = await post(url, given, key)
@@ -144,7 +179,7 @@ def test_each_protocol_refuses_in_its_own_shape(path, folder):
             assert (await post(url, body, headers=headers))[0] == status
         status, got = await post(url, b"x" * 3000, key)
         assert status == 413 and shaped(got)
-        for encoding, pack in (("gzip", gzip.compress), ("zstd", zstandard.compress)):
+        for encoding, pack in (("gzip", gzip.compress), ("zstd", zstandard.compress), ("GZIP", gzip.compress)):
             h = {"Content-Encoding": encoding}
             assert (await post(url, pack(orjson.dumps(body)), key, headers=h))[0] == 200
             assert (await post(url, pack(b" " * 10_000_000), key, headers=h))[0] == 413, "a bomb"
@@ -164,6 +199,19 @@ def test_each_protocol_refuses_in_its_own_shape(path, folder):
         assert status == 401 and shaped(got) and len(engine.requests) == 5
 
     run(folder, lambda body, n: "hi", go, max_body=2048)
+
+
+WITHOUT = {"content": [{"token_id": 1, "logprob": None}]}
+
+
+@pytest.mark.parametrize("answer", [{"choices": "x"}, {"choices": [3]}, {"choices": [{"token_ids": [1]}]}, {"choices": [{"index": 0, "token_ids": 1}]},
+                                    {"choices": [{"index": 0, "token_ids": [1], "logprobs": WITHOUT, "finish_reason": "stop"}]}])  # fmt: skip
+def test_an_engine_that_answers_nonsense_is_down(answer, folder):
+    async def go(g, engine):
+        status, got = await post(at(g, "/v1/messages"), PROTOCOLS["/v1/messages"], g.session().token)
+        assert status == 529 and "vLLM's form" in got["error"]["message"]
+
+    run(folder, [{"raw": answer}], go)
 
 
 def test_unknown_blocks_and_choices_are_no_faults(folder):
@@ -199,9 +247,25 @@ def test_unknown_blocks_and_choices_are_no_faults(folder):
         _, got = await post(at(g, "/v1/responses"), {"input": items, "tools": tools, "model": "m"}, s.token)
         assert got["output"][0]["type"] == "custom_tool_call" and got["output"][0]["input"] == "*** x" and got["output"][1]["namespace"] == "n"
         assert (await post(at(g, "/v1/chat/completions"), {"messages": USER, "n": 2}, s.token))[0] == 400
+        engine.script = ["x"]
+        assert (await post(at(g, "/v1/chat/completions"), {"messages": USER, "presence_penalty": 0, "top_k": -1}, s.token))[0] == 200
         assert (await post(at(g, "/v1/messages/count_tokens"), {"messages": USER}, s.token))[1]["input_tokens"] > 3
 
     run(folder, ["x"], go)
+
+
+def test_a_task_that_sounds_like_a_title_is_trained(folder):
+    """A client without tools, whose task has the words of a title request: what goes on was none."""
+
+    async def go(g, engine):
+        s, body = g.session(), {"messages": [{"role": "user", "content": "Fix: create table must quote the title column"}]}
+        for _ in range(2):
+            _, got = await post(at(g, "/v1/chat/completions"), body, s.token)
+            body["messages"] += [got["choices"][0]["message"], {"role": "user", "content": "go on"}]
+        assert [t.kind for t in s.turns] == ["main", "main"] and s.metrics()["agent/masked_tokens"] == 0
+        assert len(check(engine, s.finish())) == len(engine.sampled)
+
+    run(folder, ["one", "two"], go)
 
 
 def test_small_calls(folder):
@@ -222,12 +286,14 @@ def test_policy_has_no_way_to_its_reward(folder):
     async def go(g, engine):
         made = (await post(at(g, "/sessions", True), {"metadata": {"task": 1}}, g.secret))[1]
         path = f"/sessions/{made['id']}/reward"
+        assert (await post(at(g, "/v1/messages"), {"messages": USER}, made["id"]))[0] == 401, "an id, which samples and logs have, is no key"
         for key in (made["token"], "", "x", made["id"]):
             assert (await post(at(g, path, True), {"reward": 1}, key))[0] == 401
         assert (await post(at(g, path), {"reward": 1}, made["token"]))[0] == 404
         assert (await post(at(g, f"/sessions/{made['token']}/reward"), {"reward": 1}, g.secret))[0] == 404
         assert (await post(at(g, path, True), {"reward": 0.5}, g.secret))[1]["reward"] == 0.5
-        assert (await post(at(g, "/sessions", True), {"limits": {"nope": 1}}, g.secret))[0] == 400
+        for wrong in ({"limits": {"nope": 1}}, {"limits": [1]}, {"sampling": "x"}):
+            assert (await post(at(g, "/sessions", True), wrong, g.secret))[0] == 400
         assert (await post(at(g, "/sessions/zz", True), {}, g.secret))[0] == 404
         assert (await post(made["base_urls"]["anthropic"] + "/v1/messages", {"messages": USER}))[0] == 200
         done = (await post(at(g, f"/sessions/{made['id']}/finish", True), {}, g.secret))[1]
@@ -329,8 +395,11 @@ def test_journal_survives_a_crash(folder, tmp_path):
         finally:
             await other.close()
         journal.write_bytes(b"nonsense\n" + whole)
-        with pytest.raises(VimeError, match=r"j.jsonl:1"):
-            await Gateway.open(engine.url, folder, GatewayConfig(parser="hermes"), journal=journal)
+        begun = whole.splitlines(keepends=True)
+        for bad in (b"nonsense\n" + whole, b"[1]\n" + whole, b'{"e":"turn"}\n' + whole, b"".join(begun[1:]), whole.replace(b'"token"', b'"tokem"')):
+            journal.write_bytes(bad)
+            with pytest.raises(VimeError, match=r"j.jsonl.*damaged"):
+                await Gateway.open(engine.url, folder, GatewayConfig(parser="hermes"), journal=journal)
 
     run(folder, script, go, journal=str(journal))
 

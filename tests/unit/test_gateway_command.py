@@ -55,6 +55,19 @@ def test_faults_are_one_line(tmp_path, capsys):
         assert main(["gateway", *args]) == 1
         assert capsys.readouterr().err.count("\n") == 1
 
+    async def go():  # a server that says nonsense of itself, and ports that are none
+        engine = await ScriptedEngine(folder).start()
+        args = ["gateway", "--engine", engine.url, "--model", folder, "--parser", "text", "--secret", str(tmp_path / "s")]
+        for context, more, said in (
+            ("abc", [], "how long a context"), (-1, [], "how long a context"), (9, ["--port", "99999"], "port 99999"), (9, ["--control-port", "-1"], "control_port -1"),
+        ):  # fmt: skip
+            engine.context = context
+            with pytest.raises(VimeError, match=said):
+                await command._serve(parser().parse_args([*args, *more]))
+        await engine.stop()
+
+    asyncio.run(go())
+
 
 def test_a_worker_has_one_that_listens(tmp_path):
     folder = model_folder(tmp_path / "m")

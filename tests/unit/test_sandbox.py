@@ -7,13 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.unit.sandbox_kit import ATTEMPTS, CONTROLS
-from vime.agents.sandbox import SandboxSpec, open_sandbox
+from vime.agents.sandbox import SandboxSpec, local, open_sandbox
 from vime.errors import VimeError
 
 pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
@@ -229,7 +230,7 @@ def test_a_hundred_at_once():
 
 DIES = """
 import asyncio, os, sys
-from vime.agents.sandbox import SandboxSpec, open_sandbox
+from vime.agents.sandbox import SandboxSpec, local, open_sandbox
 async def main():
     box = await open_sandbox(SandboxSpec())
     await box.exec(["bash", "-c", "setsid nohup sleep 76543 >/dev/null 2>&1 &"])
@@ -347,16 +348,43 @@ def test_a_user_without_rights_has_the_same(tmp_path):
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
 
 
-def test_faults_are_told_in_one_line(tmp_path):
+def test_faults_are_told_in_one_line(tmp_path, monkeypatch, capfd):
+    (tmp_path / "out").symlink_to("..")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/gone").symlink_to("nowhere")
+
     async def main():
         for spec, said in (
             (SandboxSpec(base=str(tmp_path / "none")), "is not a folder"),
             (SandboxSpec(kind="lokal"), "there is no kind 'lokal'"),
             (SandboxSpec(kind="no.such:thing"), "cannot import no.such"),
             (SandboxSpec(binds={str(tmp_path / "none"): "/x"}), "bwrap: .*none"),
+            (SandboxSpec(workdir="work"), "absolute path"),
+            (SandboxSpec(workdir="//"), "absolute path"),
+            (SandboxSpec(disk_mb=0), "must be positive"),  # of a tmpfs that would be no limit
+            (SandboxSpec(sockets={99999: 1}), "cannot listen on port 99999"),
+            *(
+                (SandboxSpec(base=str(tmp_path), protected=[p]), "leads out of the work folder, or nowhere")
+                for p in ("o*", "loop", "../*", "/etc/host*")
+            ),
         ):
             with pytest.raises(VimeError, match=said):
                 await open_sandbox(spec)
+        async with await open_sandbox(SandboxSpec(base=str(tmp_path), protected=["kept/**"])) as box:
+            for argv in ([], ["a\0b"], ["\ud800"], [3]):
+                done = await box.exec(argv)
+                assert done.code == 127 and done.output.count("\n") == 1 and "cannot start" in done.output
+            assert (await box.exec(["echo", "still there"])).output == "still there\n"
+            with pytest.raises(VimeError, match="cannot read"):
+                await box.read("gone")
+        long = tmp_path / ("x" * 100)
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        monkeypatch.setattr(local, "_zygote", {})
+        with pytest.raises(VimeError, match="set TMPDIR"):
+            await open_sandbox(SandboxSpec())
 
     run(main)
     assert left(f"{os.getpid()}-*") == []
+    assert "Traceback" not in capfd.readouterr().err

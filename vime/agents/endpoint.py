@@ -38,13 +38,14 @@ async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[d
                 if answer.ok:
                     got = await answer.json()
                     choice, count = got["choices"][0], (got.get("usage") or {}).get("completion_tokens") or 0
-                    return Said(got.get("id", ""), choice["message"], range(count), choice.get("finish_reason") or "stop", time.monotonic() - began)
+                    message = {"role": "assistant"} | choice["message"]
+                    return Said(got.get("id", ""), message, range(count), choice.get("finish_reason") or "stop", time.monotonic() - began)
                 if answer.status == 400 and "context" in text and "length" in text:
                     return Said("", {"role": "assistant", "content": ""}, range(0), "length", time.monotonic() - began)
                 last = f"{answer.status} {text[:300]}"
                 if answer.status < 500 and answer.status != 429:
                     break
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError) as e:
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
             last = said(e)
         await asyncio.sleep(wait)
         wait = min(2 * wait, WAIT[1])

@@ -8,7 +8,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from vime.errors import VimeError, nearest
+from vime.errors import VimeError, nearest, said
 from vime.sample import npy_array
 
 GENERATE, HEALTH = "/inference/v1/generate", "/health"
@@ -119,7 +119,10 @@ class EngineClient:
         expanded = got.get("prompt_token_ids") if content_parts else None
         if content_parts and not expanded:
             raise VimeError(f"POST {self.url}{GENERATE}: no prompt_token_ids came back for a prompt with images")
-        choices = [self._choice(c, expanded) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
+        try:
+            choices = [self._choice(c, expanded) for c in sorted(got.get("choices") or [], key=lambda c: c["index"])]
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise EngineDown(f"POST {self.url}{GENERATE}: the answer is not of vLLM's form: {said(e)}") from e
         if len(choices) != sampling_params.get("n", 1):
             raise EngineDown(f"POST {self.url}{GENERATE}: {len(choices)} choices came back for n = {sampling_params.get('n', 1)}")
         return choices
@@ -150,7 +153,7 @@ class EngineClient:
 
     async def models(self) -> list[dict[str, Any]]:
         """What the server serves: "id", and "max_model_len" where it says so."""
-        return list((await self._json("GET", MODELS, timeout=10)).get("data") or [])
+        return [m for m in (await self._json("GET", MODELS, timeout=10)).get("data") or [] if isinstance(m, dict)]
 
     async def workers(self) -> list[str]:
         """URLs of the servers behind this one, if it is a router."""

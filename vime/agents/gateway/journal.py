@@ -16,6 +16,8 @@ from vime.errors import VimeError, said
 if TYPE_CHECKING:
     from vime.agents.gateway.server import Gateway
 
+DAMAGED = "the journal is damaged: move it away to begin anew"
+
 
 class Journal:
     """A file of JSON lines, readable by its owner only: it has the sessions' tokens. Raises: VimeError where it can't be read or written."""
@@ -32,14 +34,14 @@ class Journal:
             for n, line in enumerate(lines, start=1):
                 try:
                     event = orjson.loads(line) if line else None
-                except orjson.JSONDecodeError as e:
+                    if event and event["e"] == "closed":
+                        open_.pop(event["session"], None)
+                    elif event:
+                        open_.setdefault(event["session"], []).append(event)
+                except (orjson.JSONDecodeError, KeyError, TypeError) as e:
                     if n >= len(lines) - 1:
                         break
-                    raise VimeError(f"{self.path}:{n}: {said(e)}", "the journal is damaged: move it away to begin anew") from e
-                if event and event["e"] == "closed":
-                    open_.pop(event["session"], None)
-                elif event:
-                    open_.setdefault(event["session"], []).append(event)
+                    raise VimeError(f"{self.path}:{n}: {said(e)}", DAMAGED) from e
             self.path.parent.mkdir(parents=True, exist_ok=True)
             fresh = self.path.with_name(self.path.name + ".new")
             with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f:
@@ -48,8 +50,11 @@ class Journal:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         except OSError as e:
             raise VimeError(f"journal {self.path}: {said(e)}") from e
-        for events in open_.values():
-            _restore(gateway, events)
+        try:
+            for events in open_.values():
+                _restore(gateway, events)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise VimeError(f"{self.path}, session {events[0].get('session')}: {said(e)}", DAMAGED) from e
 
     def write(self, event: dict[str, Any]) -> None:
         try:

@@ -7,6 +7,8 @@ import re
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import orjson
+
 from vime.errors import VimeError
 from vime.rollout.http import EngineClient
 
@@ -22,7 +24,7 @@ class Parsed(NamedTuple):
 
 def _hermes(block: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
     """{"name": ..., "arguments": {...}}"""
-    got = json.loads(block)
+    got = orjson.loads(block)
     if not isinstance(got, dict) or not isinstance(got.get("name"), str) or not isinstance(got.get("arguments"), dict):
         raise ValueError(block)
     return got["name"], json.dumps(got["arguments"], ensure_ascii=False)
@@ -35,7 +37,8 @@ def _qwen_xml(block: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
         raise ValueError(block)
     wanted = next((t["function"]["parameters"].get("properties") or {} for t in tools if t["function"]["name"] == m[1]), {})
     given = re.findall(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", m[2], re.S)
-    out = {k: v if (wanted.get(k) or {}).get("type", "string") == "string" else json.loads(v) for k, v in given}
+    kinds = {k: w.get("type", "string") if isinstance(w, dict) else "string" for k, w in wanted.items()}  # of a schema: a type, or several
+    out = {k: v if "string" in kinds.get(k, "string") else orjson.loads(v) for k, v in given}
     return m[1], json.dumps(out, ensure_ascii=False)
 
 
@@ -55,11 +58,19 @@ def own(name: str, text: str, tools: list[dict[str, Any]], thinking: bool = Fals
     if not tools or (rest == text and not any(o in text for o in OPENERS)):
         return Parsed(reasoning, text, [], False)
     try:
-        calls = [OWN[name](block, tools) for block in BLOCK.findall(text)]
-    except ValueError:
+        calls = [_sendable(*OWN[name](block, tools)) for block in BLOCK.findall(text)]
+    except (ValueError, TypeError, AttributeError, RecursionError):
         calls = []
     broken = not calls or any(o in rest for o in OPENERS)
     return Parsed(reasoning, text if broken else rest.strip(), [] if broken else calls, broken)
+
+
+def _sendable(name: str, arguments: str) -> tuple[str, str]:
+    """Raises: ValueError, TypeError for arguments that are no object, or can't be in an answer: NaN, half a surrogate pair, endless nesting."""
+    if not isinstance(got := orjson.loads(arguments), dict):
+        raise ValueError(arguments)
+    orjson.dumps([[[[[[[[[[[[[[[[got]]]]]]]]]]]]]]]])  # deeper than any provider's form has them
+    return name, arguments
 
 
 async def by_server(client: EngineClient, ids: list[int], prompt: list[int], tools: list[dict[str, Any]], choice: str, text: str) -> Parsed:
@@ -68,10 +79,8 @@ async def by_server(client: EngineClient, ids: list[int], prompt: list[int], too
     got = await client.derender(ids, {k: v for k, v in chat.items() if v is not None}, prompt[-256:])
     reasoning, content = got.get("reasoning") or got.get("reasoning_content") or "", got.get("content") or ""
     try:
-        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in got.get("tool_calls") or []]
-        if any(not isinstance(json.loads(arguments), dict) for _, arguments in calls):
-            raise ValueError
-    except ValueError:
+        calls = [_sendable(c["function"]["name"], c["function"]["arguments"]) for c in got.get("tool_calls") or []]
+    except (ValueError, TypeError):
         return Parsed("", text, [], True)
     content = content.strip("\n") if reasoning or calls else content
     return Parsed(reasoning.strip("\n"), content, calls, bool(tools) and not calls and any(o in content for o in OPENERS))

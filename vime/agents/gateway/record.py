@@ -227,7 +227,7 @@ class Session:
             if asked.messages[-1]["role"] == "user" and any(t.history == before for t in self.turns):
                 return "compaction"  # what was answered before is asked again, with more at its end
             base = known[-1]
-            if base.kind == "compaction" and turn.parent is base:  # that was no compaction: nobody goes on from one
+            if base.kind in ("compaction", "title") and turn.parent is base:  # that was none: nobody goes on from one
                 base.kind = base.parent.kind if base.parent else "main"
             return base.kind
         return "main" if not asked.agent and (not mains or mains[0].setting == turn.setting) else "subagent"

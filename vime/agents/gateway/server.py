@@ -76,7 +76,7 @@ class Gateway:
         try:
             served = (await client.models() or [{}])[0]
             context = context or served.get("max_model_len")  # a router may not say
-            if not context:
+            if not isinstance(context, int) or context < 1:
                 raise VimeError(f"{engine} does not say how long a context may be", "give context (--context)")
             tokenizer = await asyncio.to_thread(Tokenizer, model)
             found = await asyncio.to_thread(Template, tokenizer, template, limits.chat_template_kwargs)
@@ -102,7 +102,7 @@ class Gateway:
             self._runners.append(runner)
             try:
                 await web.TCPSite(runner, at, wanted, backlog=1024).start()
-            except OSError as e:
+            except (OSError, OverflowError) as e:
                 raise VimeError(f"{name} {wanted}: {said(e)}", "free it, or leave it out to get a free one") from e
             setattr(self, name, runner.addresses[0][1])
 
@@ -219,13 +219,13 @@ class Gateway:
                 asked = wire.read(body, request.headers, path)
                 if not asked.messages:
                     raise ValueError("no messages")
+                key = digest({k: v for k, v in body.items() if k not in ("stream", "stream_options")}, asked.agent, asked.kind)
             except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
                 raise Refused(400, f"malformed request: {said(e)}") from e
             if path.endswith("count_tokens") or (gemini and gemini[2] == "countTokens"):
                 n = len(await asyncio.to_thread(self.template.full, asked.messages, asked.tools))
                 return web.json_response({"totalTokens": n} if gemini else {"input_tokens": n})
             asked.model = asked.model or self.model
-            key = digest({k: v for k, v in body.items() if k not in ("stream", "stream_options")}, asked.agent, asked.kind)
             return await self._answer(request, wire, session, asked, key)
         except web.HTTPRequestEntityTooLarge:
             return _failed(wire, Refused(413, f"the request has more than {self.limits.max_body} bytes (gateway.max_body)", "request_too_large"))
@@ -249,12 +249,12 @@ class Gateway:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         keys = [given, request.headers.get("x-api-key", ""), request.headers.get("x-goog-api-key", ""), request.query.get("key", ""), named]
         for key in keys:
-            if key and (s := self.sessions.get(key)):
+            if (s := self.sessions.get(key)) and s.token == key:
                 return s
         raise Refused(401, "no open session has this key: it is wrong, or its session was closed", "invalid_api_key")
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
-        raw, encoding, most = await request.read(), request.headers.get("Content-Encoding", "identity"), self.limits.max_body
+        raw, encoding, most = await request.read(), request.headers.get("Content-Encoding", "identity").lower(), self.limits.max_body
         if encoding not in UNPACK:
             raise Refused(415, f"Content-Encoding {encoding!r:.40} is not understood")
         try:
@@ -308,7 +308,10 @@ class Gateway:
             call = f"{request.method} {m[2] or ''}" if m else ""
             body = await self._body(request) if request.can_read_body else {}
             if m and call == "POST " and not m[1]:
-                s = self.session(**{k: body[k] for k in ("sampling", "metadata", "limits") if k in body})
+                asked = {k: body[k] for k in ("sampling", "metadata", "limits") if body.get(k) is not None}
+                if wrong := [k for k in ("sampling", "limits") if not isinstance(asked.get(k, {}), dict)]:
+                    raise ValueError(f"{wrong[0]} must be an object")
+                s = self.session(**asked)
                 return web.json_response({"id": s.id, "token": s.token, "base_urls": {p: self.base_url(s, p) for p in BASES}})
             session = self.sessions.get(m[1]) if m else None
             if m is None or session is None or session.id != m[1] or call not in ("GET ", "DELETE ", "POST /finish", "POST /reward"):

@@ -43,7 +43,7 @@ def numbers(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]
     """Sampling parameters under vLLM's names. Raises: ValueError where one is no number."""
     out = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
     for ours, value in out.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (ours == "temperature" or value > 0 or ours in ("top_k", "seed")):
+        if isinstance(value, bool) or not isinstance(value, int | float) or (ours in ("max_tokens", "top_p") and value <= 0):
             raise ValueError(f"{ours} = {value!r:.80}")
     return out
 

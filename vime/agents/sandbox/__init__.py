@@ -142,16 +142,17 @@ class Sandbox:
 
     async def _must(self, what: str, argv: list[str], stdin: bytes | None = None) -> bytes:
         done = await self.exec(argv, stdin=stdin, max_output=1 << 34, timeout=max(600, self.spec.timeout_s))
-        if done.code:
+        if done.code != 0:  # nor None
             raise VimeError(f"sandbox: cannot {what}: {done.stderr.decode(errors='replace').strip()[-300:] or f'exit code {done.code}'}")
         return done.stdout
 
     async def read(self, path: str) -> bytes:
         return await self._must(f"read {path}", ["cat", "--", path])
 
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        script = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod "$2" -- "$1"'
-        await self._must(f"write {path}", ["sh", "-c", script, "sh", path, f"{mode:o}"], data)
+    async def write(self, path: str, data: bytes, mode: int | None = 0o644) -> None:
+        """`mode`: its rights; None: those it has, or a new file's."""
+        script = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"' + (f' && chmod {mode:o} -- "$1"' if mode is not None else "")
+        await self._must(f"write {path}", ["sh", "-c", script, "sh", path], data)
 
     async def upload(self, host: str, path: str) -> None:
         """A file as `path`; of a folder what is in it, into the folder `path`."""
@@ -264,6 +265,8 @@ async def open_sandbox(spec: SandboxSpec) -> Sandbox:
     begun. Raises VimeError where it can't be made."""
     if spec.base and not os.path.isdir(spec.base):
         raise VimeError(f"sandbox: base {spec.base} is not a folder")
+    if min(spec.memory_mb, spec.pids, spec.disk_mb) < 1 or not re.match("/+[^/]", spec.workdir):
+        raise VimeError("sandbox: memory_mb, pids and disk_mb must be positive, and workdir an absolute path below /")
     kind, _, what = spec.kind.partition(":")
     if not what and kind != "local":
         raise VimeError(f"sandbox: there is no kind {spec.kind!r}", "valid: local, docker:IMAGE, podman:IMAGE, module:function")

@@ -159,8 +159,9 @@ class Box:
         servers: list[tuple[socket.socket, int]] = []
 
         def listen() -> None:
-            call("setns", self.spaces[-1], 0)
-            servers.extend((socket.create_server(("127.0.0.1", int(near)), backlog=512), far) for near, far in ports.items())
+            with contextlib.suppress(OSError, OverflowError, ValueError):
+                call("setns", self.spaces[-1], 0)
+                servers.extend((socket.create_server(("127.0.0.1", int(near)), backlog=512), far) for near, far in ports.items())
 
         def copy(source: socket.socket, to: socket.socket) -> None:
             with contextlib.suppress(OSError):
@@ -216,8 +217,9 @@ class Box:
             os.chdir(cwd)
             os.execvpe(argv[0], argv, env)
         except BaseException as e:
-            os.write(2, f"{argv[0]}: cannot start: {e}\n".encode())
-        os._exit(127)
+            os.write(2, f"{' '.join(map(str, argv[:1]))}: cannot start: {e}\n".encode(errors="replace"))
+        finally:
+            os._exit(127)
 
     def answer(self, line: socket.socket) -> None:
         """One request, in a process of its own: a command, which is killed when the connection ends, or what has changed."""
@@ -314,7 +316,7 @@ def keep(line: socket.socket) -> None:
                 pass
     except (OSError, IndexError) as e:
         with contextlib.suppress(OSError):
-            line.sendall(json.dumps({"error": str(e)}).encode() + b"\n")
+            line.sendall(json.dumps({"error": str(e)[:4000]}).encode() + b"\n")
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from vime.agents.sandbox import Running, Sandbox, SandboxSpec
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.procs import born
 
 HOME = "/home/agent"
@@ -72,10 +72,14 @@ def arguments(spec: SandboxSpec, state: str) -> list[str]:
     for how, host, inside in (*mounts, *(("--ro-bind", os.path.abspath(h), i) for h, i in spec.binds.items())):
         out += [*folders(inside), how, host, inside]
     held: set[str] = set()
+    base = os.path.realpath(spec.base or "")
     for pattern in spec.protected if spec.base else ():
         for path in sorted(p.rstrip("/") for p in glob.glob(pattern, root_dir=spec.base, recursive=True, include_hidden=True)):
             above = list(itertools.accumulate(path.split("/"), os.path.join))[:-1]
             if held.isdisjoint((path, *above)):
+                real = os.path.realpath(os.path.join(base, path))  # what bubblewrap would mount
+                if not os.path.exists(real) or not f"{real}/".startswith(f"{base}/"):
+                    raise VimeError(f"sandbox: protected {pattern!r} matches {path}, which leads out of the work folder, or nowhere")
                 # a folder above it could be moved away and another put in its place; not if it is a mount itself
                 for how, under in (*(("--bind", a) for a in above if a not in held), ("--ro-bind", path)):
                     out += [how, f"{state}/work/{under}", f"{spec.workdir}/{under}"]
@@ -90,17 +94,22 @@ class Local(Sandbox):
     mode, limited = "", []  # type: ignore[var-annotated]
 
     async def begin(self) -> None:
-        spec, me = self.spec, os.getpid()
-        path, number, root = zygote(), next(NUMBERS), os.geteuid() == 0
-        uid = 1_000_000_000 + me % (1 << 22) * 256 + number % 256  # no one else's: limits, signals and keys go by uid
-        self.state = f"{path.removesuffix('.sock')}-{number}"
-        users = {"passwd": f"agent:x:{uid * root}:{uid * root}::{HOME}:/bin/bash\n", "group": f"agent:x:{uid * root}:\n"}
-        files = users | {"hosts": "127.0.0.1 localhost sandbox\n", "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n"}
-        body = {"state": self.state, "uid": uid, "base": spec.base and os.path.abspath(spec.base), "files": files, "ports": spec.sockets}
-        limits = {"memory": spec.memory_mb << 20, "pids": spec.pids, "disk": spec.disk_mb << 20}
-        self._reader, self._writer = await asyncio.open_unix_connection(path)
-        self._writer.write(json.dumps(body | limits | {"bwrap": arguments(spec, self.state)}).encode() + b"\n")
-        answer = json.loads(await self._reader.readline() or '{"error": "its keeper has ended"}')
+        spec, me, root = self.spec, os.getpid(), os.geteuid() == 0
+        try:
+            path, number = zygote(), next(NUMBERS)
+            uid = 1_000_000_000 + me % (1 << 22) * 256 + number % 256  # no one else's: limits, signals and keys go by uid
+            self.state = f"{path.removesuffix('.sock')}-{number}"
+            users = {"passwd": f"agent:x:{uid * root}:{uid * root}::{HOME}:/bin/bash\n", "group": f"agent:x:{uid * root}:\n"}
+            files = users | {"hosts": "127.0.0.1 localhost sandbox\n", "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n"}
+            body = {"state": self.state, "uid": uid, "base": spec.base and os.path.abspath(spec.base), "files": files, "ports": spec.sockets}
+            limits = {"memory": spec.memory_mb << 20, "pids": spec.pids, "disk": spec.disk_mb << 20}
+            self._reader, self._writer = await asyncio.open_unix_connection(path)
+            self._writer.write(json.dumps(body | limits | {"bwrap": arguments(spec, self.state)}).encode() + b"\n")
+            answer = json.loads(await self._reader.readline() or '{"error": "its keeper has ended"}')
+        except OSError as e:
+            raise VimeError(
+                f"sandbox: {said(e)}", f"its sockets are in {tempfile.gettempdir()}: set TMPDIR to a folder of yours, of a short path"
+            ) from e
         if error := answer.get("error"):
             fix = "give this process CAP_SYS_ADMIN (docker run --privileged), or use kind = docker:IMAGE" if "not permitted" in error else ""
             raise VimeError(f"sandbox: {error}", fix)

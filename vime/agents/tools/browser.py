@@ -58,9 +58,9 @@ class Browser(Tool):
     async def _open(self, ctx: Context) -> Any:
         from playwright.async_api import async_playwright
 
-        # redirects and WebSockets don't pass the route below: for these no other host has an address
-        known = "".join(f", EXCLUDE {h.partition(':')[0]}" for h in self.hosts)
-        flags = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP * ~NOTFOUND{known}"]
+        # redirects and WebSockets don't pass the route below: for these no other host, or port of one that is named with it, has an address
+        known = "".join(f"MAP {h} {h}, " for h in self.hosts)
+        flags = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules={known}MAP * ~NOTFOUND"]
         driver = await ctx.enter_async_context(async_playwright())
         chromium = await driver.chromium.launch(executable_path=which("chromium"), args=flags)
         ctx.push_async_callback(chromium.close)

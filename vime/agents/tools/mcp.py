@@ -12,6 +12,8 @@ from vime.agents.interaction import Call, perform
 from vime.agents.tools import Context, Observation, Tool, make
 from vime.errors import VimeError, said
 
+ANSWER = 60.0  # seconds that a server has to start and name its tools
+
 
 class Remote(Tool):
     """A tool of an MCP server; its arguments are checked there."""
@@ -40,11 +42,12 @@ async def connect(servers: dict[str, str], ctx: Context) -> list[Tool]:
 
     out: list[Tool] = []
     for name, at in servers.items():
-        command, *args = shlex.split(at)
         try:
+            command, *args = shlex.split(at)
             to: Any = at if at.startswith(("http://", "https://")) else stdio_client(StdioServerParameters(command=command, args=args))
-            client = await ctx.enter_async_context(Client(to))
-            out += [Remote(client, about, name) for about in (await client.list_tools()).tools]
+            async with asyncio.timeout(ANSWER):
+                client = await ctx.enter_async_context(Client(to))
+                out += [Remote(client, about, name) for about in (await client.list_tools()).tools]
         except Exception as e:  # a server may fail in any way
             cause = e
             while isinstance(cause, ExceptionGroup):
@@ -84,9 +87,12 @@ async def run_stdio(tools: list[Tool], ctx: Context) -> None:
 def command(names: list[str], options: str, base: str | None) -> int:
     """`vime mcp`."""
     try:
-        tools = make(names, json.loads(options))
+        given = json.loads(options)
+        if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
+            raise ValueError("it is no object of objects")
     except ValueError as e:
-        raise VimeError(f"--args {options!r} is not JSON: {e}") from e
+        raise VimeError(f"--args {options!r} is not JSON of the form {{tool: {{option: value}}}}: {e}") from e
+    tools = make(names, given)
 
     async def run() -> None:
         async with Context() as ctx:

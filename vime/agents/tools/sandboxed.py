@@ -79,14 +79,11 @@ class Editor(Tool):
             if not past:
                 raise ValueError(f"{path} was not changed here")
             text = past.pop()
-            await (box.exec(["rm", "-f", path]) if text is None else box.write(path, text.encode()))
+            await (box.exec(["rm", "-f", path]) if text is None else _write(box, path, text))
             return Observation(f"{path} is as it was before the last change")
         old = await _text(box, path)
         new, line = _changed(args, path, old)
-        try:
-            await box.write(path, new.encode())
-        except VimeError as e:  # a file that may not be written
-            raise ValueError(e.what) from e
+        await _write(box, path, new)
         past.append(old)
         return Observation(f"{path} written") if args.command == "create" else self._numbered(new, (max(1, line - 4), line + 4))
 
@@ -100,7 +97,17 @@ class Editor(Tool):
 async def _text(box: Any, path: str) -> str | None:
     """A file's text; None where there is none."""
     got = await box.exec(["cat", "--", path])
+    if got.truncated or got.timed_out:
+        raise ValueError(f"{path} is more than this tool can read: use a command")
     return None if got.code else str(got.stdout.decode())
+
+
+async def _write(box: Any, path: str, text: str) -> None:
+    """Raises: ValueError for a file that may not be written."""
+    try:
+        await box.write(path, text.encode(), mode=None)
+    except VimeError as e:
+        raise ValueError(e.what) from e
 
 
 def _changed(args: Any, path: str, old: str | None) -> tuple[str, int]:
