@@ -7,6 +7,7 @@ later requests become those that the Gateway gave. A table tells, for each recor
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import re
@@ -257,4 +258,6 @@ def main(files: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    p = argparse.ArgumentParser("python -m benchmarks.gateway_replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("files", nargs="+", metavar="FILE", help="a recording")
+    sys.exit(main(p.parse_args().files))

@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     n.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     n.add_argument("--nodes", type=int, required=True, metavar="N")
     n.add_argument("--gpus-per-node", type=int, required=True, metavar="M")
+    n.add_argument("--accelerator", choices=["nvidia", "amd", "ascend"], default="nvidia", help="whose they are: what Slurm or Kubernetes is asked for (nvidia)")
     n.add_argument("--out", metavar="FILE", help="write it there")
 
     command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail")
@@ -325,7 +326,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "launch":
         from vime import launch
 
-        text = launch.script(args.kind, args.config, args.overrides, args.nodes, args.gpus_per_node)
+        text = launch.script(args.kind, args.config, args.overrides, args.nodes, args.gpus_per_node, args.accelerator)
         Path(args.out).write_text(text) if args.out else sys.stdout.write(text)
         return 0
     if args.command == "plan":

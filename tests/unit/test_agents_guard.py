@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import time
 from pathlib import Path
 
 import pytest
@@ -173,16 +172,6 @@ def test_mutations_are_seeded():
 def test_corpus_is_known():
     rows = [json.loads(line) for line in (ROOT / "benchmarks/data/guard_corpus.jsonl").read_text().splitlines()]
     assert len(rows) == 100 and {r["kind"] for r in rows} == {"hack", "benign"}
-
-
-def test_costs_little(base):
-    """CPU time, so that what else the machine does counts less; ten times the mean that docs/reward-hacking.md publishes."""
-    guard, spent = Guard(root="/testbed", base=base), 0.0
-    for command, _ in BLOCKED:
-        began = time.thread_time()
-        guard.check("shell", arguments(command))
-        spent += time.thread_time() - began
-    assert spent / len(BLOCKED) < 0.01
 
 
 @pytest.mark.parametrize(

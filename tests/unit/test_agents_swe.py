@@ -16,7 +16,8 @@ import pytest
 from benchmarks.swe_rows import ROWS, TABLE, in_source
 from vime import evaluate
 from vime.agents.sandbox import open_sandbox
-from vime.agents.tasks import swe, trees
+from vime.agents.sandbox.local import Local
+from vime.agents.tasks import history, swe, trees
 from vime.cli import main
 from vime.config import DataConfig
 from vime.errors import VimeError
@@ -293,6 +294,45 @@ def test_an_agent_is_not_given_a_repository_that_holds_the_fix(repo, instance, t
     task = swe.Task(SimpleNamespace(data=data, agent=agent, mirror=str(repo.parent), python=str(tmp_path / "e/bin/python")))
     with pytest.raises(VimeError, match="can be read by the agent"):
         asyncio.run(task.setup(Sample(prompt="", label=instance.instance_id)))
+
+
+def boxed(spec):
+    """A sandbox kind that stands for an image: /testbed is a clone of the whole repository, with something built in it."""
+    return Local(dataclasses.replace(spec, kind="local", base=os.environ["VIME_TEST_IMAGE"], workdir=swe.ROOM))
+
+
+def test_an_image_is_cleaned_of_its_future(repo, instance, tmp_path, monkeypatch):
+    image = tmp_path / "image"
+    subprocess.run(["git", "clone", "-q", str(repo), str(image)], check=True)
+    git(image, "checkout", "-q", instance.base_commit)
+    (image / "built.txt").write_text("of the image")
+    monkeypatch.setenv("VIME_TEST_IMAGE", str(image))
+    assert history.verify(image, [instance.patch, instance.test_patch])
+    made = dataclasses.replace(instance, image="tests.unit.test_agents_swe:boxed", python="python3")
+    (tmp_path / "i.jsonl").write_text(json.dumps(dataclasses.asdict(made)) + "\n")
+    data, agent = SimpleNamespace(prompts=str(tmp_path / "i.jsonl")), SimpleNamespace(agent="react")
+    task = swe.Task(SimpleNamespace(data=data, agent=agent))
+    sample = Sample(prompt="", label=instance.instance_id)
+
+    async def main():
+        spec, _, _ = await task.setup(sample)
+        async with await open_sandbox(spec) as box:
+            log = await box.exec(["git", "-c", "safe.directory=*", "log", "--all", "--format=%H"])
+            assert log.output.split() == [instance.base_commit]
+            status = await box.exec(["git", "-c", "safe.directory=*", "status", "--porcelain"])
+            assert status.output == "?? built.txt\n"
+            await box.download(swe.ROOM, str(tmp_path / "seen"))
+        return await task.base(made)
+
+    base, _ = asyncio.run(main())
+    assert history.verify(tmp_path / "seen", [instance.patch, instance.test_patch], git(repo, "rev-parse", "HEAD~1")) == []
+    assert (base / "built.txt").exists() and not (base / ".git").exists(), "the tests run the agent's code"
+    (image / "built.txt").write_text(FIXED)
+    (image / "ledger.py").write_text(FIXED)
+    again = swe.Task(SimpleNamespace(data=data, agent=agent))
+    for _ in range(2):  # the second episode is not let through because the first has made the folders
+        with pytest.raises(VimeError, match=r"can be read by the agent: copy: .*ledger\.py"):
+            asyncio.run(again.setup(sample))
 
 
 def test_commands_build_clean_and_verify(repo, instance, tmp_path, capsys):

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from vime import evaluate
 from vime.agents import endpoint
 from vime.errors import VimeError
+from vime.sections import EndpointConfig
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -144,6 +146,23 @@ def test_an_overload_is_waited_for_and_a_refusal_is_not(tmp_path: Path, serve: A
     assert "episode 2: " in shown and "401" in shown and "no such key" in shown and "$THE_KEY" in shown
     assert sum(a["messages"][0]["content"].startswith("1 ") for a in server.asked) == 2, "once for each episode"
     assert sorted(evaluate.read(tmp_path / "sums.jsonl")) == [0, 1]
+
+
+def test_nothing_is_waited_for_after_the_last_try(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, waited, sleep = serve(lambda body: (503, {})), list[float](), asyncio.sleep
+
+    def counted(seconds: float) -> Any:
+        waited.append(seconds)
+        return sleep(seconds)
+
+    async def go() -> None:
+        async with aiohttp.ClientSession() as http:
+            await endpoint.ask(http, EndpointConfig(url=server.url, name="m", retries=2), [], [])
+
+    monkeypatch.setattr(endpoint.asyncio, "sleep", counted)
+    with pytest.raises(VimeError, match="503"):
+        asyncio.run(go())
+    assert len(server.asked) == 3 and waited.count(0.01) == 2
 
 
 def test_a_full_context_ends_the_episode(tmp_path: Path, serve: Any) -> None:

@@ -53,6 +53,27 @@ def test_kuberay_is_a_ray_job(config: str) -> None:
     assert shlex.split(job["spec"]["entrypoint"])[-2:] == [MANY[-1], "ray.address=auto"]
 
 
+@pytest.mark.parametrize(
+    ("vendor", "resource", "asked"),
+    [
+        ("nvidia", "nvidia.com/gpu", "--gpus-per-node=8"),
+        ("amd", "amd.com/gpu", "--gpus-per-node=8"),
+        ("ascend", "huawei.com/Ascend910", "--gres=npu:8"),
+    ],
+)
+def test_what_is_asked_for_is_the_vendors(vendor: str, resource: str, asked: str, config: str, tmp_path: Path) -> None:
+    for kind in ("kuberay", "slurm"):
+        out = tmp_path / kind
+        given = ["--nodes", "2", "--gpus-per-node", "8", "--accelerator", vendor, "--out", str(out)]
+        assert cli.main(["launch", kind, config, *MANY, *given]) == 0
+    cluster = yaml.safe_load((tmp_path / "kuberay").read_text())["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
+        assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == {resource: 8}
+    lines = (tmp_path / "slurm").read_text().splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH") and ("gpu" in line or "gres" in line)] == [f"#SBATCH {asked}"]
+    assert set(launch.ACCELERATORS) == {"nvidia", "amd", "ascend"}
+
+
 def test_a_run_of_one_host_is_not_launched_on_several(config: str) -> None:
     with pytest.raises(VimeError, match=r'data_plane.backend = "shm" is the memory of one host(.|\n)*weights.transport = "shm"'):
         launch.script("slurm", config, [], 2, 8)

@@ -316,7 +316,8 @@ def test_a_container_is_the_same_sandbox(image, base):
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         sockets = {8399: server.sockets[0].getsockname()[1]}
-        async with await open_sandbox(SandboxSpec(kind=image, base=str(base), sockets=sockets, options=options)) as box:
+        async with await open_sandbox(SandboxSpec(kind=image, base=str(base), sockets=sockets, options=options, prepare="echo 1 >made")) as box:
+            assert await box.read("made") == b"1\n" and await box.changes() == {}
             done = await box.exec(["bash", "-c", "pwd; cat; echo wrong >&2; echo 2 >>a.py; exit 3"], stdin=b"given")
             assert (done.code, done.stdout, done.stderr) == (3, b"/work\ngiven", b"wrong\n")
             await box.write("new/n", b"\0\1")

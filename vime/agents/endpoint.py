@@ -30,7 +30,7 @@ async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[d
     """One turn. Raises: VimeError with the server's words; a 4xx other than 429 is never tried again."""
     url, key, began, wait, last = f"{cfg.url.rstrip('/')}/chat/completions", os.environ.get(cfg.key_env), time.monotonic(), WAIT[0], ""
     body = {"model": cfg.name, "messages": messages} | ({"tools": tools} if tools else {}) | cfg.sampling
-    for _ in range(cfg.retries + 1):
+    for n in range(cfg.retries + 1):
         try:
             limit = aiohttp.ClientTimeout(total=cfg.timeout)
             async with http.post(url, json=body, timeout=limit, headers={"Authorization": f"Bearer {key}"} if key else {}) as answer:
@@ -47,6 +47,7 @@ async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[d
                     break
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
             last = said(e)
-        await asyncio.sleep(wait)
-        wait = min(2 * wait, WAIT[1])
+        if n < cfg.retries:
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, WAIT[1])
     raise VimeError(f"{url}: {last}", f"is model.name {cfg.name!r} served there, and the key in ${cfg.key_env}?")

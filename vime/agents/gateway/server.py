@@ -187,7 +187,7 @@ class Gateway:
         text = decode(ids, skip_special_tokens=False)
         tools = asked.tools if asked.tool_choice != "none" else []
         if self.parsing:
-            p = await parse.by_server(self.parsing, turn.output_ids, prompt, tools, asked.tool_choice, text)
+            p = await parse.by_server(self.parsing, ids, prompt, tools, asked.tool_choice, text)
         else:
             thinking = decode(prompt[-16:], skip_special_tokens=False).rstrip().endswith("<think>")
             p = parse.own(self.limits.parser, text, tools, thinking)

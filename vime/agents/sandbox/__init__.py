@@ -32,8 +32,9 @@ GRACE = 1.0  # seconds that a command which ran out of time has to end after SIG
 @dataclass(frozen=True)
 class SandboxSpec:
     """What a sandbox is to be. `base` is a host folder which the work folder starts as (copied on write; None: empty); `binds` are host
-    paths shown read-only at a path inside; `protected` are globs below the work folder that can't be written; `sockets` maps a port of the
-    sandbox's loopback interface to one of the host's: the only way out where `network` is false (with it all of them are seen as they are)."""
+    paths shown read-only at a path inside; `prepare` is a command of the shell that runs inside first, and whose work counts as base;
+    `protected` are globs below the work folder that can't be written; `sockets` maps a port of the sandbox's loopback interface to one of
+    the host's: the only way out where `network` is false (with it all of them are seen as they are)."""
 
     kind: str = "local"  # or docker:IMAGE, podman:IMAGE, module:function
     base: str | None = None
@@ -47,6 +48,7 @@ class SandboxSpec:
     disk_mb: int = 1024
     env: dict[str, str] = field(default_factory=dict)
     timeout_s: float = 120
+    prepare: str = ""
     options: list[str] = field(default_factory=list)  # more arguments of docker run or podman run
 
 
@@ -274,6 +276,9 @@ async def open_sandbox(spec: SandboxSpec) -> Sandbox:
     box: Sandbox = hooks.load(path, "sandbox kind")(spec)
     try:
         await box.begin()
+        if spec.prepare:
+            await box._must("prepare it", ["sh", "-c", spec.prepare])
+            box._first = await box.manifest()
     except BaseException:
         await box.stop()
         raise

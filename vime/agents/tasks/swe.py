@@ -36,6 +36,7 @@ PROTECTED = [
 ]  # fmt: skip
 SUSPICIOUS = r"os\._exit|_pytest|import pytest|sys\.modules|atexit|inspect\.stack|_getframe|tb_frame|PYTEST_|gc\.get_|ctypes|settrace|/proc/|addaudithook|xfail|_thread"
 ROOM = "/testbed"  # where the tree is while its tests run
+CLEAN = "/opt/clean.git"  # the cleaned history, in a container, until it takes the place of the image's
 
 
 @dataclass(frozen=True)
@@ -260,8 +261,8 @@ class Task:
     """agent.task = "vime.agents.tasks.swe:Task": data.prompts has instances, data.input_key = "problem_statement", data.label_key = "instance_id".
     [args]: mirror (folder of clones), python (for instances that name none), timeout and official (see grade).
 
-    The agent gets a repository that ends at the base commit (history.clean; VimeError where verify finds a leak), and is graded on what it
-    changed there. agent.agent = "gold" and "noop" are no agents: they show that a set of instances can be solved, and is not yet."""
+    The agent gets a repository that ends at the base commit, also in an image (history.clean; VimeError where verify finds a leak), and is
+    graded on what it changed there. agent.agent = "gold" and "noop" are no agents: they show that a set of instances can be solved, and is not yet."""
 
     policy = "code_repair"
 
@@ -272,27 +273,37 @@ class Task:
         self.folder = tempfile.TemporaryDirectory(prefix="vime-swe-")
         os.chmod(self.folder.name, 0o755)
         self.locks: dict[str, asyncio.Lock] = {}
+        self.ready: set[str] = set()
 
     async def base(self, i: Instance) -> tuple[Path, Path]:
         """The instance's pristine files, and what the agent's work folder starts as; made once."""
         base, work = (Path(self.folder.name, part, i.instance_id) for part in ("base", "work"))
         async with self.locks.setdefault(i.instance_id, asyncio.Lock()):
-            if not base.exists():
+            if i.instance_id not in self.ready:
+                for made in (base, work):  # by an attempt that failed
+                    shutil.rmtree(made, ignore_errors=True)
                 await pristine(i, self.mirror, base)
+                source, look = base, [base]  # an image's tree has what was built there, and a repository
                 if not i.image:
-                    await asyncio.to_thread(history.clean, clone_of(i.repo, self.mirror), i.base_commit, work)
+                    source = clone_of(i.repo, self.mirror)
                     look = [Path(p) for p in environment(i.python or self.python) if (Path(p) / "pyvenv.cfg").exists()]
+                if not i.image or (base / ".git").exists():
+                    await asyncio.to_thread(history.clean, source, i.base_commit, work)
                     if leaks := await asyncio.to_thread(history.verify, work, [i.patch, i.test_patch], "", look):
                         raise VimeError(f"{i.instance_id}: the fix can be read by the agent: {'; '.join(leaks[:3])}", "vime guard verify shows all")
+                    shutil.rmtree(base / ".git", ignore_errors=True)  # the tests run the agent's code
+                self.ready.add(i.instance_id)
         return base, work
 
     async def setup(self, sample: Sample) -> tuple[SandboxSpec, list[dict[str, Any]], list[Any]]:
         i = self.instances[str(sample.label)]
         _, work = await self.base(i)
         text, python = PROMPT.format(problem=i.problem_statement, root=ROOM), i.python or self.python
+        if i.image:
+            new = {"binds": {str(work / ".git"): CLEAN}, "prepare": f"rm -rf {ROOM}/.git && cp -R {CLEAN} {ROOM}/.git"} if work.exists() else {}
+            return SandboxSpec(i.image, workdir=ROOM, **new), [{"role": "user", "content": text}], []  # type: ignore[arg-type]
         env = {"PYTHONPATH": ":".join(f"{ROOM}/{p}" for p in i.paths), "PATH": f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"}
-        spec = SandboxSpec(base=str(work), workdir=ROOM, binds=environment(python), env=env)
-        return SandboxSpec(i.image, workdir=ROOM) if i.image else spec, [{"role": "user", "content": text}], []
+        return SandboxSpec(base=str(work), workdir=ROOM, binds=environment(python), env=env), [{"role": "user", "content": text}], []
 
     async def grade(self, sample: Sample, sandbox: Any, episode: Any) -> float:
         i = self.instances[str(sample.label)]
