@@ -234,12 +234,9 @@ class Box:
         for fd in fds:
             os.close(fd)
         if line.fileno() in select.select([line.fileno(), os.pidfd_open(child)], [], [])[0]:
-            killed: set[int] = set()
-            while fresh := family(child) - killed:  # one may have forked in the meantime
-                killed |= fresh
-                for pid in fresh:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            for pid in (pid for _ in range(3) for pid in family(child)):  # one may have forked in the meantime
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         line.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
 
     def changes(self) -> dict[str, str]:
@@ -294,9 +291,7 @@ def family(root: int) -> set[int]:
 
 def keep(line: socket.socket) -> None:
     """Make the sandbox that the first line asks for, and serve it until that connection, the sandbox or the parent ends."""
-    if not (asked_for := line.makefile().readline()):
-        return
-    parent, box = os.getppid(), Box(json.loads(asked_for))
+    parent, box = os.getppid(), Box(json.loads(line.makefile().readline() or sys.exit()))
     path = f"{box.state}.sock"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # bubblewrap waits for one
     try:
