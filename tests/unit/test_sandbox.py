@@ -1,6 +1,7 @@
 """The sandboxes: what can be done in them, what can't, and that nothing is left of them."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -240,6 +241,53 @@ async def main():
     await running
 asyncio.run(main())
 """
+
+
+def test_who_leaves_early_ends_nothing_else(capfd):
+    """Whatever is given up, at whatever moment: the sandbox stays, and nothing of the command does."""
+
+    async def main():
+        async def gone(what, seconds):
+            task = asyncio.create_task(what)
+            await asyncio.sleep(seconds)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                return await task
+
+        for after in (0, 0.001, 0.01, 0.03):
+            if box := await gone(open_sandbox(SandboxSpec()), after):
+                await box.stop()
+        async with await open_sandbox(SandboxSpec()) as box:
+            shell = await box.shell()
+            for after in (0, 0.0005, 0.002, 0.01):
+                await gone(box.exec(["sh", "-c", "sleep 77 & sleep 77"]), after)
+                await gone(box.changes(), after)
+                await gone(shell.run("sleep 66"), after)
+            line = socket.socket(socket.AF_UNIX)  # no request at all
+            line.connect(f"{box.state}.sock")
+            line.close()
+            assert (await shell.run("echo here")).stdout.endswith(b"here\n") and await box.changes() == {}
+            seen = "sleep"
+            while "sleep" in seen:  # `run` has a limit of time
+                seen = (await box.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])).output.replace("cat /proc", "")
+
+    run(main)
+    assert left(f"{os.getpid()}-*") == [] and "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("left_over", ["yes", "while :; do echo x; sleep 0.05; done"])
+def test_what_a_command_leaves_running_holds_nobody_up(left_over, monkeypatch):
+    monkeypatch.setattr("vime.agents.sandbox.GRACE", 0.1)
+
+    async def main():
+        async with await open_sandbox(SandboxSpec()) as box:
+            done = await box.exec(["sh", "-c", f"setsid sh -c '{left_over}' & echo first; sleep 0.1"], max_output=1 << 16)
+            assert done.code == 0 and len(done.stdout) <= 1 << 16
+            await box.killall()
+            done = await box.exec(["sh", "-c", "head -c 3000000 /dev/zero"], max_output=1 << 24)
+            assert len(done.stdout) == 3_000_000 and not done.truncated
+
+    run(main)
 
 
 @pytest.mark.parametrize("also_keepers", [False, True])

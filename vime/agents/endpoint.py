@@ -38,8 +38,8 @@ async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[d
                 if answer.ok:
                     got = await answer.json()
                     choice, count = got["choices"][0], (got.get("usage") or {}).get("completion_tokens") or 0
-                    message = {"role": "assistant"} | choice["message"]
-                    return Said(got.get("id", ""), message, range(count), choice.get("finish_reason") or "stop", time.monotonic() - began)
+                    message, reason = {"role": "assistant"} | choice["message"], choice.get("finish_reason") or "stop"
+                    return Said(got.get("id", ""), message, range(count), reason, time.monotonic() - began)
                 if answer.status == 400 and "context" in text and "length" in text:
                     return Said("", {"role": "assistant", "content": ""}, range(0), "length", time.monotonic() - began)
                 last = f"{answer.status} {text[:300]}"

@@ -309,8 +309,8 @@ class Gateway:
             body = await self._body(request) if request.can_read_body else {}
             if m and call == "POST " and not m[1]:
                 asked = {k: body[k] for k in ("sampling", "metadata", "limits") if body.get(k) is not None}
-                if wrong := [k for k in ("sampling", "limits") if not isinstance(asked.get(k, {}), dict)]:
-                    raise ValueError(f"{wrong[0]} must be an object")
+                if not all(isinstance(asked.get(k, {}), dict) for k in ("sampling", "limits")):
+                    raise ValueError("sampling and limits must be objects")
                 s = self.session(**asked)
                 return web.json_response({"id": s.id, "token": s.token, "base_urls": {p: self.base_url(s, p) for p in BASES}})
             session = self.sessions.get(m[1]) if m else None

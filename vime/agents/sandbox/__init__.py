@@ -110,7 +110,7 @@ class Sandbox:
         async def pump(stream: asyncio.StreamReader, which: int) -> None:
             nonlocal seen
             while chunk := await stream.read(1 << 16):
-                kept.append((which, chunk[: max(0, max_output - seen)]))
+                kept.extend([(which, chunk[: max_output - seen])] if seen < max_output else [])
                 seen += len(chunk)
 
         async def feed() -> None:
@@ -126,15 +126,18 @@ class Sandbox:
         except TimeoutError:
             pass
         finally:
-            if code is None:
-                await run.kill()
-            before = -1
-            while seen > before:  # something that still runs may hold the pipes: its silence is the end
-                before = seen
-                await asyncio.wait(tasks[:2], timeout=0.2)
-            for task in tasks:
-                task.cancel()
-            run.close()
+            try:
+                if code is None:
+                    await run.kill()
+                # something that still runs may hold the pipes: its silence is the end, and more than pipes hold is not the command's
+                before, most, until = -1, seen + (1 << 20), time.monotonic() + 5 * GRACE
+                while before < seen < most and time.monotonic() < until:
+                    before = seen
+                    await asyncio.wait(tasks[:2], timeout=0.2)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                run.close()
         out, err = (b"".join(c for w, c in kept if w == which) for which in (1, 2))
         text = b"".join(c for _, c in kept).decode(errors="replace")
         return Result(code, text, out, err, code is None, seen > max_output, time.monotonic() - began)
@@ -242,9 +245,11 @@ class Shell:
                 await self._sandbox.exec(["sh", "-c", SIGNAL, "sh", signal, self._session], timeout=10)
                 if (await asyncio.wait([reading], timeout=GRACE))[0]:
                     break
+        except BaseException:  # given up: the next command must not wait for this one
+            await self.close()
+            raise
         finally:
-            if not reading.done():
-                reading.cancel()
+            reading.cancel()
         if reading.done() and not reading.cancelled() and (number := reading.result()) is not None:
             code = int(number)
         else:

@@ -234,7 +234,7 @@ class Box:
         for fd in fds:
             os.close(fd)
         if line.fileno() in select.select([line.fileno(), os.pidfd_open(child)], [], [])[0]:
-            for pid in family(child):
+            for pid in (pid for _ in range(3) for pid in family(child)):  # one may have forked in the meantime
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         line.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
@@ -291,7 +291,7 @@ def family(root: int) -> set[int]:
 
 def keep(line: socket.socket) -> None:
     """Make the sandbox that the first line asks for, and serve it until that connection, the sandbox or the parent ends."""
-    parent, box = os.getppid(), Box(json.loads(line.makefile().readline()))
+    parent, box = os.getppid(), Box(json.loads(line.makefile().readline() or sys.exit()))
     path = f"{box.state}.sock"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # bubblewrap waits for one
     try:
@@ -307,8 +307,10 @@ def keep(line: socket.socket) -> None:
             if server.fileno() in ready:
                 asked = server.accept()[0]
                 if not os.fork():
-                    box.answer(asked)
-                    os._exit(0)
+                    try:
+                        box.answer(asked)
+                    finally:  # whoever asked may be gone: that ends no sandbox
+                        os._exit(0)
                 asked.close()
             elif ready:
                 break

@@ -71,8 +71,7 @@ def arguments(spec: SandboxSpec, state: str) -> list[str]:
     mounts = [("--bind", f"{state}/tmp", "/tmp"), ("--bind", f"{state}/home", HOME), ("--bind", f"{state}/work", spec.workdir)]
     for how, host, inside in (*mounts, *(("--ro-bind", os.path.abspath(h), i) for h, i in spec.binds.items())):
         out += [*folders(inside), how, host, inside]
-    held: set[str] = set()
-    base = os.path.realpath(spec.base or "")
+    held, base = set[str](), os.path.realpath(spec.base or "")
     for pattern in spec.protected if spec.base else ():
         for path in sorted(p.rstrip("/") for p in glob.glob(pattern, root_dir=spec.base, recursive=True, include_hidden=True)):
             above = list(itertools.accumulate(path.split("/"), os.path.join))[:-1]

@@ -87,10 +87,8 @@ async def run_stdio(tools: list[Tool], ctx: Context) -> None:
 def command(names: list[str], options: str, base: str | None) -> int:
     """`vime mcp`."""
     try:
-        given = json.loads(options)
-        if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
-            raise ValueError("it is no object of objects")
-    except ValueError as e:
+        given = {str(k): dict(v) for k, v in json.loads(options).items()}
+    except (ValueError, TypeError, AttributeError) as e:
         raise VimeError(f"--args {options!r} is not JSON of the form {{tool: {{option: value}}}}: {e}") from e
     tools = make(names, given)
 
