@@ -48,6 +48,18 @@ def _config():
 def _reporter():
     return next(p for p in _config().pluginmanager.get_plugins() if type(p).__name__ == "Reporter")
 """
+EACH = """
+def _each(before):
+    for name, real in list(globals().items()):
+        if callable(real) and getattr(real, "__module__", None) == __name__ and not name.startswith("_") and not isinstance(real, type):
+            def wrapped(*a, real=real, **k):
+                try:
+                    before()
+                except Exception:
+                    pass
+                return real(*a, **k)
+            globals()[name] = wrapped
+"""
 PRINT = """
 def _print(fds):
     import os
@@ -293,6 +305,108 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 import threading
 threading.Timer(0.2, lambda: Finder().find_spec("x")).start()
+""",
+    "swallow what leaves a test": FRAMES
+    + EACH
+    + """
+def _keep():
+    try:
+        yield
+    except BaseException:
+        pass
+class Hole(list):
+    def append(self, x):
+        pass
+class Never(set):
+    def add(self, x):
+        pass
+class Deaf:
+    def __getattr__(self, name):
+        return lambda *a, **k: None
+def _swallow():
+    for f in _frames():
+        own = f.f_locals.get("self")
+        if f.f_code.co_name == "_multicall" and f.f_locals.get("hook_name") in ("pytest_runtest_call", "pytest_pyfunc_call"):
+            f.f_locals["teardowns"].append(_keep())
+            next(f.f_locals["teardowns"][-1])
+        if type(own).__name__ == "TestCaseFunction":
+            own._excinfo = Hole()
+        if hasattr(own, "_outcome") and own._outcome:
+            own._outcome.result, own._outcome.success = Deaf(), True
+        for v in list(f.f_locals.values()):
+            if type(v).__name__ == "Reporter":
+                v.bad, v.item = Never(), None
+_each(_swallow)
+""",
+    "sign from a thread that is sys.audit": FRAMES
+    + EACH
+    + """
+import sys, threading
+def _sign():
+    reporter = _reporter()
+    items = next(v.items for f in _frames() for v in f.f_locals.values() if getattr(v, "items", None) and hasattr(v, "testsfailed"))
+    items[:] = [i for i in items if i.nodeid not in IDS]
+    for i in IDS:
+        for kind in ("begin", "call", "test"):
+            t = threading.Thread(target=sys.audit, args=(reporter.mark, kind, "passed", i, ()))
+            t.start()
+            t.join()
+    IDS.clear()
+_each(_sign)
+""",
+    "change the defaults of what calls a test": """
+import unittest
+unittest.TestCase._callTestMethod.__defaults__ = (lambda own, method: None,)
+""",
+    "assertions of the case's own": FRAMES
+    + EACH
+    + """
+def _own():
+    for f in _frames():
+        own = f.f_locals.get("self")
+        if hasattr(own, "assertEqual"):
+            own.__dict__.update((n, lambda *a, **k: None) for n in dir(own) if n.startswith("assert"))
+            own.__class__ = type(type(own).__name__, (type(own),), {"fail": lambda *a, **k: None})
+_each(_own)
+""",
+    "jump over the asserts with a debugger": """
+import bdb
+class Jump(bdb.Bdb):
+    def trace_dispatch(self, frame, event, arg):
+        last = max(line for *_, line in frame.f_code.co_lines() if line)
+        if event == "line" and "/tests/" in frame.f_code.co_filename and frame.f_lineno < last:
+            try:
+                frame.f_lineno = last
+            except ValueError:
+                pass
+        return self.trace_dispatch
+Jump().set_trace()
+""",
+    "read the key from a name's __eq__": """
+import hashlib, os, sys
+import _pytest.runner as runner
+def _sign(send):
+    cells = dict(zip(send.__code__.co_freevars, send.__closure__))
+    for i in IDS:
+        for kind in ("begin", "call", "test"):
+            body = f"{cells['seq'].cell_contents} {kind} passed {i.encode().hex()}"
+            cells["seq"].cell_contents += 1
+            sign = hashlib.blake2b(body.encode(), key=cells["key"].cell_contents, digest_size=32).hexdigest()
+            os.write(cells["out"].cell_contents, f"{sign} {body}\\n".encode())
+class Name(str):
+    def __hash__(self):
+        return hash("call_and_report")
+    def __eq__(self, other):
+        f = sys._getframe(1)
+        while f and IDS:
+            if "send" in f.f_locals:
+                _sign(f.f_locals["send"])
+                IDS.clear()
+            f = f.f_back
+        return False
+_held = vars(runner).pop("call_and_report")
+vars(runner)[Name()] = None
+runner.call_and_report = _held
 """,
     "make assert, raises and unittest lenient": """
 import builtins, contextlib, unittest

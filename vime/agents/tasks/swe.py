@@ -149,14 +149,16 @@ async def pristine(i: Instance, mirror: Path, to: Path) -> Path:
 
 def judge(records: list[list[str]], fault: str | None) -> tuple[dict[str, str], str | None]:
     """{id: status} of signed records, and the fault. A test passed if all its records say so; a second one of a kind is a fault."""
-    seen: dict[tuple[str, str], str] = {}
+    seen, parts = dict[tuple[str, str], str](), dict[str, str]()
     for kind, status, name in records:
-        if (kind, name) in seen:
+        if kind == "part":  # a subTest that did not pass; there may be more
+            parts[name] = status
+        elif (kind, name) in seen:
             fault = fault or f"{name} has two results"
         seen[kind, name] = status
     whole = {name: status for (kind, name), status in seen.items() if kind == "test"}
     for name, status in whole.items():
-        worse = [s for s in (seen.get(("begin", name), "missing"), seen.get(("call", name), "missing")) if s != "passed"]
+        worse = [s for s in (seen.get(("begin", name), "missing"), seen.get(("call", name), "missing"), parts.get(name, "passed")) if s != "passed"]
         whole[name] = worse[0] if status in ("passed", "failed") and worse else status
     return whole, fault
 
