@@ -142,18 +142,8 @@ def arm(given, out):
     # names of builtins and of this module can be shadowed: what the hook calls is bound here
     blake, write, getframe, getpid, ident, kind_of, text, prop = hashlib.blake2b, os.write, sys._getframe, os.getpid, id, type, str, property
     ours, tracers = (job["root"], *prefix), tuple(os.path.dirname(s.origin) + os.sep for s in map(importlib.util.find_spec, TRACERS) if s)
-    denied, read, built, every, group, code_type, pid, seq, busy, held = (
-        frozenset(DENIED),
-        open,
-        compile,
-        codes,
-        set,
-        types.CodeType,
-        os.getpid(),
-        0,
-        False,
-        {},
-    )
+    denied, read, built, every, group, code_type = frozenset(DENIED), open, compile, codes, set, types.CodeType
+    pid, seq, busy, held = os.getpid(), 0, False, {}
     current, at, signers = "", None, {id(Reporter.call.__code__), id(Reporter.pytest_runtest_call.__code__)}
 
     def send(kind, status, name):
