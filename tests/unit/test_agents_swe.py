@@ -320,3 +320,19 @@ def test_commands_build_clean_and_verify(repo, instance, tmp_path, capsys):
     assert "the fix" in capsys.readouterr().out
     assert main(["swe", "build", str(repo), "--fix", "HEAD"]) == 1
     assert "changes no tests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", "root:x\n"), ("a.json", '{"repo": "x"}'), ("a.jsonl", '{"FAIL_TO_PASS": 3}'), ("a.parquet", "x"), ("no.jsonl", None)],
+)
+def test_what_holds_no_instances_is_said(tmp_path, name, text):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(VimeError, match="cannot be read as instances"):
+        swe.load(tmp_path / name)
+
+
+def test_an_interpreter_that_is_not_there_is_said():
+    with pytest.raises(VimeError, match="no interpreter /no/python"):
+        swe.environment("/no/python")
