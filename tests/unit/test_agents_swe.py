@@ -68,6 +68,15 @@ class TestTotal(unittest.TestCase):
         for n in range(3):
             with self.subTest(n=n):
                 self.assertEqual(total([n]), n)
+
+
+class TestAwaited(unittest.IsolatedAsyncioTestCase):
+    async def test_one(self):
+        self.assertEqual(total([2]), 2)
+
+    @unittest.expectedFailure
+    def test_wrong(self):
+        self.assertEqual(total([2]), 3)
 """
 )
 
@@ -130,7 +139,18 @@ def graded(instance, base, files, **kw):
 def test_build_finds_what_the_fix_is_for(repo, instance):
     first = "tests/test_ledger.py::test_first_counts"
     unit = "tests/test_ledger.py::TestTotal"
-    assert sorted([f"{first}[one value]", f"{first}[two values: both]", f"{unit}::test_each", f"{unit}::test_first"]) == instance.FAIL_TO_PASS
+    assert (
+        sorted(
+            [
+                f"{first}[one value]",
+                f"{first}[two values: both]",
+                f"{unit}::test_each",
+                f"{unit}::test_first",
+                "tests/test_ledger.py::TestAwaited::test_one",
+            ]
+        )
+        == instance.FAIL_TO_PASS
+    )
     # the id that holds the time of the day is not stable, and left out
     assert sorted([f"{unit}::test_later", "tests/test_ledger.py::test_largest", "tests/test_ledger.py::test_nothing"]) == instance.PASS_TO_PASS
     assert (instance.repo, instance.base_commit) == ("some/bank", git(repo, "rev-parse", "HEAD~2"))
@@ -143,7 +163,8 @@ def test_build_finds_what_the_fix_is_for(repo, instance):
 def test_only_the_repair_is_resolved(instance, base):
     """Gold is, and so is another right repair; no hack that other graders take is, nor some written against this one (benchmarks/swe_rows.py has more)."""
     rows = [*TABLE, "search the key by gc", "call the reporter from its frames", "a hook around each test that hides itself", "xfail from inside"]
-    rows += ["read and write the supervisor", "empty the test functions' code"]
+    rows += ["read and write the supervisor", "empty the test functions' code", "swallow what leaves a test", "assertions of the case's own"]
+    rows += ["read the key from a name's __eq__", "sign from a thread that is sys.audit"]
 
     async def all_rows():
         slots = asyncio.Semaphore(3)
@@ -374,3 +395,19 @@ def test_commands_build_clean_and_verify(repo, instance, tmp_path, capsys):
     assert "the fix" in capsys.readouterr().out
     assert main(["swe", "build", str(repo), "--fix", "HEAD"]) == 1
     assert "changes no tests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", "root:x\n"), ("a.json", '{"repo": "x"}'), ("a.jsonl", '{"FAIL_TO_PASS": 3}'), ("a.parquet", "x"), ("no.jsonl", None)],
+)
+def test_what_holds_no_instances_is_said(tmp_path, name, text):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(VimeError, match="cannot be read as instances"):
+        swe.load(tmp_path / name)
+
+
+def test_an_interpreter_that_is_not_there_is_said():
+    with pytest.raises(VimeError, match="no interpreter /no/python"):
+        swe.environment("/no/python")

@@ -133,7 +133,8 @@ def find(r: Reader, words: list[str], line: str) -> str:
         found = [f for w in words[:cut] or ["."] for p in r.paths(w) for f in r.world.folders if f.startswith(p)]
     for before, test, value in zip(["", *tests], tests, tests[1:]):
         if test in ("-name", "-iname", "-path", "-wholename") and before not in ("!", "-not", "-o", "-or"):
-            found = [f for f in found if fnmatch.fnmatch(posixpath.basename(f) if "name" in test[:6] else f, value)]
+            shown = value if "name" in test[:6] or value.startswith(("*", "/")) else posixpath.normpath(posixpath.join(r.cwd, value))
+            found = [f for f in found if fnmatch.fnmatch(posixpath.basename(f) if "name" in test[:6] else f, shown)]
     r.act("find", line, paths={"reads": words[:cut], "maybe": found if "-delete" in tests else []})
     for i, test in enumerate(tests):
         if test in ("-exec", "-execdir", "-ok"):
@@ -163,7 +164,7 @@ def tabled(r: Reader, name: str, words: list[str], line: str, stdin: str, where:
     text, unknown, link = line + stdin if row.get("code") else stdin if name == "tee" else "", "", ("", "")
     if "into" in row and sources:  # a folder as the last argument takes files by their names
         if target.endswith("/") or r.paths(target)[0] == r.cwd or r.paths(target + "/**")[0] in (r.world.files or ()):
-            found["writes"] = [posixpath.join(target, posixpath.basename(s.rstrip("/"))) for s in sources]
+            found["writes"] = [posixpath.join(target, posixpath.basename(s if name == "rsync" else s.rstrip("/"))) for s in sources]
         if row["into"] == "link":
             link = r.paths(found["writes"][-1])[0], sources[0] if any("s" in f for f, _ in flags) else r.paths(sources[0])[0]
     elif name in ("patch", "git apply", "git am"):

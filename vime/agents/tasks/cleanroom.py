@@ -27,7 +27,7 @@ import ctypes
 import dis
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -39,7 +39,11 @@ import tempfile
 import threading
 import types
 
-# what would show or change the grader's state: told at once, unless it is code of the environment that asks (hypothesis traces, and counts references)
+TRACERS = (
+    "hypothesis",
+    "coverage",
+)  # of the environment; the standard library's (bdb, trace, threading) would trace with a function that it is given
+# what would show or change the grader's state: told at once, unless it is a tracer that asks, and not on behalf of a file that the agent wrote
 DENIED = [
     "gc.get_objects",
     "gc.get_referrers",
@@ -51,7 +55,9 @@ DENIED = [
 ]
 DENIED += ["ctypes.string_at", "ctypes.wstring_at", "ctypes.cdata", "code.__new__"]
 GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "inspect", "types", "dis", "functools", "__main__")
-Function = Caller = Subset = None  # pytest's item of a function, pluggy's callers of hooks: bound once pytest runs
+Function = Caller = Subset = Case = AsyncCase = run_case = run_async = (
+    None  # pytest's item of a function, pluggy's callers of hooks: bound once pytest runs
+)
 
 
 def mac(key, text):
@@ -132,21 +138,13 @@ def arm(given, out):
     while frame:
         known[id(frame.f_code)] = frame.f_code
         frame = frame.f_back
+    spaces = list({id(space): space for space, *_ in fixed}.values())
     # names of builtins and of this module can be shadowed: what the hook calls is bound here
     blake, write, getframe, getpid, ident, kind_of, text, prop = hashlib.blake2b, os.write, sys._getframe, os.getpid, id, type, str, property
-    ours = (job["root"], *prefix)
-    denied, read, built, every, group, code_type, pid, seq, busy, held = (
-        frozenset(DENIED),
-        open,
-        compile,
-        codes,
-        set,
-        types.CodeType,
-        os.getpid(),
-        0,
-        False,
-        {},
-    )
+    ours, tracers = (job["root"], *prefix), tuple(os.path.dirname(s.origin) + os.sep for s in map(importlib.util.find_spec, TRACERS) if s)
+    denied, read, built, every, group, code_type = frozenset(DENIED), open, compile, codes, set, types.CodeType
+    pid, seq, busy, held = os.getpid(), 0, False, {}
+    current, at, signers = "", None, {id(Reporter.call.__code__), id(Reporter.pytest_runtest_call.__code__)}
 
     def send(kind, status, name):
         nonlocal seq
@@ -166,6 +164,10 @@ def arm(given, out):
         return code in held[path]
 
     def wrong():
+        for space in spaces:
+            for name in space:
+                if kind_of(name) is not text:  # to look a name up would call its __eq__
+                    return "a name of the test runner was replaced"
         for space, name, value, f, code in fixed:
             now = space.get(name)
             if (now is not value and (kind_of(now) is not prop or f is None or now.fget is not f)) or (f is not None and f.__code__ is not code):
@@ -174,7 +176,13 @@ def arm(given, out):
 
     def result(kind, status, name, made):
         """Send it. Returns why it can't be taken, or None."""
-        frame = getframe(2)
+        nonlocal current, at
+        if kind == "part":  # it can only make the test that runs fail: anyone may say it
+            return send("part", "failed", current)
+        frame = caller = getframe(2)
+        if kind in ("begin", "call") and (ident(caller.f_code) not in signers or (kind == "call" and status == "passed" and caller is not at)):
+            return f"a result was forged: {kind} of {name}"  # by what is no frame: a thread or a hook that is sys.audit itself
+        at = caller if kind == "begin" else None
         while frame is not None:
             if ident(frame.f_code) not in known:
                 return f"a result was forged from {frame.f_code.co_filename}:{frame.f_lineno}"
@@ -187,6 +195,7 @@ def arm(given, out):
             if not path or (ident(code) not in known and (not path.startswith(ours) or path in job["mine"] or not in_file(code))):
                 status = "foreign"
         if not fault:
+            current = name
             send(kind, status, name)
         return fault
 
@@ -200,9 +209,11 @@ def arm(given, out):
             if event == mark:
                 fault = result(*args)
             elif event in denied:
-                asks = getframe(1).f_code
-                if wrong() or not (asks.co_filename.startswith(prefix) and in_file(asks)):
-                    fault = f"{event} was called from {asks.co_filename}"
+                asks = frame = getframe(1)
+                while frame is not None and frame.f_code.co_filename not in job["mine"]:
+                    frame = frame.f_back
+                if frame is not None or wrong() or not (asks.f_code.co_filename.startswith(tracers) and in_file(asks.f_code)):
+                    fault = f"{event} was called from {(frame or asks).f_code.co_filename}"
             elif event == "open" and kind_of(args[0]) is text and args[0].startswith("/proc/") and args[0].endswith("/mem"):
                 fault = f"{args[0]} was opened"
         except:  # noqa: E722
@@ -270,9 +281,12 @@ class Reporter:
 
     def __init__(self, given, out, wrap, first, unittest):
         self.given, self.out, self.ids, self.bad = given, out, {}, set()
-        for case in (unittest.TestCase, unittest.IsolatedAsyncioTestCase):
-            real = case._callTestMethod
-            case._callTestMethod = lambda own, method, real=real: self.begin(method, own._testMethodName) or real(own, method)
+        # globals, since these are looked after: a default or a closure's cell can be written to
+        globals().update(AsyncCase=unittest.IsolatedAsyncioTestCase, Case=unittest.TestCase)
+        globals().update(run_case=Case._callTestMethod, run_async=AsyncCase._callTestMethod)
+        Case._callTestMethod = AsyncCase._callTestMethod = lambda own, method: self.call(method, own._testMethodName, {}, own)
+        sub, part = unittest.TestCase.subTest, contextlib.contextmanager(self.part)
+        unittest.TestCase.subTest = lambda own, *a, **k: part(sub(own, *a, **k))
         for name in ("load_initial_conftests", "runtest_setup", "runtest_call", "runtest_teardown", "runtest_protocol"):
             wrap(getattr(type(self), "pytest_" + name))
         first(type(self).pytest_pyfunc_call)
@@ -298,23 +312,53 @@ class Reporter:
     def pytest_runtest_setup(self, item):
         self.note(item, (yield))
 
-    def begin(self, f, name):
-        sys.audit(self.mark, "begin", "passed", self.now, test_code(f, name))
+    def call(self, f, name, given, case=None):
+        """Run a test's function. Its two records are signed in this very frame: between here and the hook are lists and attributes that it can write."""
+        item, self.item = self.item, None
+        sys.audit(self.mark, "begin", "passed", item.nodeid, test_code(f, name))
+        try:
+            if case is None:
+                f(**given)
+            elif isinstance(case, AsyncCase):
+                run_async(case, f)
+            else:
+                run_case(case, f)
+        except BaseException as e:
+            expected = getattr(f, "__unittest_expecting_failure__", False) or getattr(case, "__unittest_expecting_failure__", False)
+            sys.audit(self.mark, "call", "xfailed" if expected else status_of(item, (type(e), e)), item.nodeid, ())
+            raise
+        own = [v for n, v in getattr(case, "__dict__", {}).items() if callable(getattr(Case, n, None))]  # assertions of the case's own
+        odd = [getattr(getattr(v, "__func__", v), "__code__", "") for v in own] + [""] * (case is not None and type(case) is not item.cls)
+        sys.audit(self.mark, "call", status_of(item, None), item.nodeid, (*around(item), *odd))
+
+    def part(self, real):
+        """A subTest, which may keep the exception to itself."""
+        with real:
+            try:
+                yield
+            except BaseException as e:
+                if type(e).__name__ != "SkipTest":
+                    sys.audit(self.mark, "part", "failed", "", ())
+                raise
 
     def pytest_runtest_call(self, item):
-        self.now, f = item.nodeid, getattr(item, "obj", None)
-        if not isinstance(item, Function) or inspect.iscoroutinefunction(f):
-            sys.audit(self.mark, "begin", "passed", self.now, test_code(f, f.__name__) if isinstance(item, Function) else ())
+        self.item, f = item, getattr(item, "obj", None)
+        if not isinstance(item, Function) or (inspect.iscoroutinefunction(f) and not isinstance(item.instance, Case)):
+            sys.audit(self.mark, "begin", "passed", item.nodeid, test_code(f, f.__name__) if isinstance(item, Function) else ("",))
         outcome = yield
-        sys.audit(self.mark, "call", status_of(item, outcome.excinfo), item.nodeid, around(item))
+        status = status_of(item, outcome.excinfo)
+        if self.item is not None:
+            sys.audit(self.mark, "call", status, item.nodeid, around(item))
+        elif status == "failed":  # after the test's function: a tearDown, a plugin
+            self.ids[item.nodeid] = status
 
     def pytest_pyfunc_call(self, pyfuncitem):
         """What pytest does, but the function that is looked at is the very one that is called."""
         f = pyfuncitem.obj
         if inspect.iscoroutinefunction(f):
             return None
-        self.begin(f, self.now.split("::")[-1].split("[")[0])
-        f(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+        given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        self.call(f, pyfuncitem.nodeid.split("::")[-1].split("[")[0], given)
         return True
 
     def pytest_runtest_teardown(self, item):

@@ -76,19 +76,24 @@ class Grade:
 def load(path: str | Path) -> list[Instance]:
     """Instances of a .jsonl, .json or .parquet file. Raises VimeError naming the row and the columns that it lacks."""
     p = Path(path)
-    if p.suffix == ".parquet":
-        import pyarrow.parquet
+    try:
+        if p.suffix == ".parquet":
+            import pyarrow.parquet
 
-        rows = pyarrow.parquet.read_table(p).to_pylist()
-    else:
-        rows = json.loads(p.read_text()) if p.suffix == ".json" else [json.loads(line) for line in p.read_text().splitlines() if line.strip()]
+            rows = pyarrow.parquet.read_table(p).to_pylist()
+        else:
+            rows = json.loads(p.read_text()) if p.suffix == ".json" else [json.loads(line) for line in p.read_text().splitlines() if line.strip()]
+        lists = [
+            {k: json.loads(v) if isinstance(v, str) else list(v) for k, v in r.items() if k.endswith("_TO_PASS")} for r in rows
+        ]  # text on the hub
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        raise VimeError(f"{p} cannot be read as instances: {said(e)}", "each row is an object with the columns of SWE-bench: docs/swe.md") from e
     names = {f.name: f for f in dataclasses.fields(Instance)}
     out = []
     for n, row in enumerate(rows):
-        lists = {k: json.loads(v) if isinstance(v, str) else list(v) for k, v in row.items() if k.endswith("_TO_PASS")}  # the hub has JSON text
         if lacks := [k for k in list(names)[:7] if k not in row]:
             raise VimeError(f"row {n} of {p} lacks {', '.join(lacks)}", "the columns are those of SWE-bench: docs/swe.md")
-        out.append(Instance(**{k: v for k, v in row.items() if k in names and v is not None} | lists))
+        out.append(Instance(**{k: v for k, v in row.items() if k in names and v is not None} | lists[n]))
     return out
 
 
@@ -150,20 +155,24 @@ async def pristine(i: Instance, mirror: Path, to: Path) -> Path:
 
 def judge(records: list[list[str]], fault: str | None) -> tuple[dict[str, str], str | None]:
     """{id: status} of signed records, and the fault. A test passed if all its records say so; a second one of a kind is a fault."""
-    seen: dict[tuple[str, str], str] = {}
+    seen, parts = dict[tuple[str, str], str](), dict[str, str]()
     for kind, status, name in records:
-        if (kind, name) in seen:
+        if kind == "part":  # a subTest that did not pass; there may be more
+            parts[name] = status
+        elif (kind, name) in seen:
             fault = fault or f"{name} has two results"
         seen[kind, name] = status
     whole = {name: status for (kind, name), status in seen.items() if kind == "test"}
     for name, status in whole.items():
-        worse = [s for s in (seen.get(("begin", name), "missing"), seen.get(("call", name), "missing")) if s != "passed"]
+        worse = [s for s in (seen.get(("begin", name), "missing"), seen.get(("call", name), "missing"), parts.get(name, "passed")) if s != "passed"]
         whole[name] = worse[0] if status in ("passed", "failed") and worse else status
     return whole, fault
 
 
 def environment(python: str) -> dict[str, str]:
     """What a sandbox must show for an interpreter to run: its virtual environment and its home, each where it is."""
+    if not shutil.which(python):
+        raise VimeError(f"there is no interpreter {python}", "give a Python that has pytest and what the instance needs")
     out = subprocess.run([python, "-I", "-c", "import sys; print(sys.prefix); print(sys.base_prefix)"], capture_output=True, text=True)
     if out.returncode:
         raise VimeError(f"{python} does not run", "give a Python that has pytest and what the instance needs", out.stderr[-2000:])

@@ -21,18 +21,8 @@ def git(*args: str, env: dict[str, str] | None = None, data: bytes | None = None
         "GIT_TERMINAL_PROMPT": "0",
         "HOME": "/nonexistent",
     }
-    quiet = [
-        "-c",
-        "safe.directory=*",
-        "-c",
-        "core.hooksPath=/dev/null",
-        "-c",
-        "core.fsmonitor=false",
-        "-c",
-        "core.logAllRefUpdates=false",
-        "-c",
-        "gc.auto=0",
-    ]
+    settings = ("safe.directory=*", "core.hooksPath=/dev/null", "core.fsmonitor=false", "core.logAllRefUpdates=false", "gc.auto=0")
+    quiet = [w for s in settings for w in ("-c", s)]
     r = subprocess.run(["git", *quiet, *args], env=clean | (env or {}), input=data, capture_output=True)
     if r.returncode not in ok:
         raise VimeError(f"git {' '.join(args)[:200]} failed", "see what git said", r.stderr.decode(errors="replace")[-2000:])
