@@ -26,6 +26,25 @@ STATE = (  # files of .git that can hold or name a future
     r"|objects/pack/.+\.promisor|.+\.bundle)"
 )
 CONFIG = r"(remote|url|alias|filter|uploadpack|include|includeif)\..*|core\.(hookspath|fsmonitor|worktree|attributesfile)|extensions\.(partialclone|worktreeconfig)"
+PLAIN = (
+    ".py",
+    ".pyc",
+    ".pyi",
+    ".so",
+    ".txt",
+    ".h",
+    ".hpp",
+    ".c",
+    ".js",
+    ".json",
+    ".html",
+    ".css",
+    ".md",
+    ".rst",
+    ".png",
+    ".dat",
+    ".exe",
+)  # no archives
 MOST = 64 << 20  # bytes of a member of an archive that are looked at
 Wanted = dict[str, tuple[bytes, bytes]]  # path -> content before and after the fix
 
@@ -98,11 +117,17 @@ def verify(tree: Path, patches: list[str], fix: str = "", look: list[Path] | Non
     return leaks
 
 
+def alike(where: str, wanted: Wanted) -> list[tuple[bytes, bytes]]:
+    """The wanted files of that name; of a .pyc, of its source's."""
+    name = re.sub(r"(\.cpython-\w+|\.pypy\w+)?(\.opt-\d)?\.pyc$", ".py", where.rsplit("/", 1)[-1])
+    return [v for path, v in wanted.items() if path.rsplit("/", 1)[-1] == name]
+
+
 def copies(root: Path, wanted: Wanted) -> Iterator[str]:
     """Files below root, and members of archives, that hold a fixed file or most of its new lines: sources, .pyc, wheels, eggs, sdists."""
     for folder, names, files in os.walk(root):
         names[:] = [n for n in names if n != ".git"]
-        for p in (Path(folder, name) for name in files):
+        for p in (Path(folder, n) for n in files if not n.endswith(PLAIN) or alike(n, wanted)):
             if p.is_file() and not p.is_symlink():
                 with open(p, "rb") as f:
                     yield from holds(str(p), f, wanted)
@@ -110,15 +135,14 @@ def copies(root: Path, wanted: Wanted) -> Iterator[str]:
 
 def holds(where: str, f: IO[bytes], wanted: Wanted) -> Iterator[str]:
     """`where`, or what is inside it, if it gives a fixed file away. pip's cache puts a header before an archive, which zip allows."""
-    name = re.sub(r"(\.cpython-\w+|\.pypy\w+)?(\.opt-\d)?\.pyc$", ".py", where.rsplit("/", 1)[-1])
     inside: Iterator[tuple[str, IO[bytes]]] = iter(())
-    if near := [v for path, v in wanted.items() if path.rsplit("/", 1)[-1] == name]:
+    if near := alike(where, wanted):
         data = f.read()
         if any((compiled if where.endswith(".pyc") else written)(data, *v) for v in near):
             yield where
         return
     with contextlib.suppress(tarfile.TarError, zipfile.BadZipFile, EOFError, OSError):  # compressed, but no archive: a log, a man page
-        if not where.endswith((".py", ".pyc", ".so", ".txt")) and zipfile.is_zipfile(f):
+        if zipfile.is_zipfile(f):
             z = zipfile.ZipFile(f)
             inside = ((i.filename, z.open(i)) for i in z.infolist() if not i.is_dir())
         else:
@@ -129,7 +153,8 @@ def holds(where: str, f: IO[bytes], wanted: Wanted) -> Iterator[str]:
                 t = tarfile.open(fileobj=f)  # noqa: SIM115
                 inside = ((m.name, g) for m in t if (g := t.extractfile(m)))
         for member, g in inside:
-            yield from holds(f"{where}!/{member}", io.BytesIO(g.read(MOST)), wanted)
+            if not member.endswith(PLAIN) or alike(member, wanted):
+                yield from holds(f"{where}!/{member}", io.BytesIO(g.read(MOST)), wanted)
 
 
 def written(data: bytes, base: bytes, fixed: bytes) -> bool:
