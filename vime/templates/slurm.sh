@@ -3,7 +3,7 @@
 #SBATCH --job-name=@name@
 #SBATCH --nodes=@nodes@
 #SBATCH --ntasks-per-node=1
-#SBATCH @gres@
+#SBATCH --@gres@@gpus@
 #SBATCH --exclusive
 #SBATCH --output=@name@-%j.log
 set -euo pipefail

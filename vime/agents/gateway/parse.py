@@ -74,10 +74,8 @@ def _sendable(name: str, arguments: str) -> tuple[str, str]:
 
 
 async def by_server(client: EngineClient, ids: list[int], prompt: list[int], tools: list[dict[str, Any]], choice: str, text: str) -> Parsed:
-    """By the server's parsers; `ids` without the token that ended them, which not every parser leaves out of the content; `text`: what they
-    are, in which a malformed call stays."""
-    if not ids:  # the server refuses it
-        return Parsed("", "", [], False)
+    """By the server's parsers; `ids`: one or more, without the token that ended them, which not every parser leaves out of the content;
+    `text`: what they are, in which a malformed call stays."""
     chat = {"messages": [{"role": "user", "content": ""}], "tools": tools or None, "tool_choice": choice if tools else None}
     got = await client.derender(ids, {k: v for k, v in chat.items() if v is not None}, prompt[-256:])
     reasoning, content = got.get("reasoning") or got.get("reasoning_content") or "", got.get("content") or ""

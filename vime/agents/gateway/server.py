@@ -186,7 +186,7 @@ class Gateway:
         ids = turn.output_ids[:-1] if turn.ended and not decode(turn.output_ids[-1:]) else turn.output_ids
         text = decode(ids, skip_special_tokens=False)
         tools = asked.tools if asked.tool_choice != "none" else []
-        if self.parsing:
+        if self.parsing and ids:
             p = await parse.by_server(self.parsing, ids, prompt, tools, asked.tool_choice, text)
         else:
             thinking = decode(prompt[-16:], skip_special_tokens=False).rstrip().endswith("<think>")

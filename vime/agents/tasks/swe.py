@@ -316,12 +316,9 @@ class Task:
                 for made in (base, work):  # by an attempt that failed
                     shutil.rmtree(made, ignore_errors=True)
                 await pristine(i, self.mirror, base)
-                source, look = base, [base]  # an image's tree has what was built there, and a repository
-                if not i.image:
-                    source = clone_of(i.repo, self.mirror)
-                    look = [Path(p) for p in environment(i.python or self.python) if (Path(p) / "pyvenv.cfg").exists()]
+                look = [base] if i.image else [Path(p) for p in environment(i.python or self.python) if (Path(p) / "pyvenv.cfg").exists()]
                 if not i.image or (base / ".git").exists():
-                    await asyncio.to_thread(history.clean, source, i.base_commit, work)
+                    await asyncio.to_thread(history.clean, base if i.image else clone_of(i.repo, self.mirror), i.base_commit, work)
                     if leaks := await asyncio.to_thread(history.verify, work, [i.patch, i.test_patch], "", look):
                         raise VimeError(f"{i.instance_id}: the fix can be read by the agent: {'; '.join(leaks[:3])}", "vime guard verify shows all")
                     shutil.rmtree(base / ".git", ignore_errors=True)  # the tests run the agent's code
@@ -332,11 +329,10 @@ class Task:
         i = self.instances[str(sample.label)]
         _, work = await self.base(i)
         text, python = PROMPT.format(problem=i.problem_statement, root=ROOM), i.python or self.python
-        if i.image:
-            new = {"binds": {str(work / ".git"): CLEAN}, "prepare": f"rm -rf {ROOM}/.git && cp -R {CLEAN} {ROOM}/.git"} if work.exists() else {}
-            return SandboxSpec(i.image, workdir=ROOM, **new), [{"role": "user", "content": text}], []  # type: ignore[arg-type]
         env = {"PYTHONPATH": ":".join(f"{ROOM}/{p}" for p in i.paths), "PATH": f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"}
-        return SandboxSpec(base=str(work), workdir=ROOM, binds=environment(python), env=env), [{"role": "user", "content": text}], []
+        swap = {"binds": {str(work / ".git"): CLEAN}, "prepare": f"rm -rf {ROOM}/.git && cp -R {CLEAN} {ROOM}/.git"} if work.exists() else {}
+        given: dict[str, Any] = swap if i.image else {"base": str(work), "binds": environment(python), "env": env}
+        return SandboxSpec(i.image or "local", workdir=ROOM, **given), [{"role": "user", "content": text}], []
 
     async def grade(self, sample: Sample, sandbox: Any, episode: Any) -> float:
         i = self.instances[str(sample.label)]
