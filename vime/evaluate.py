@@ -171,12 +171,12 @@ def summary(cfg: EvalFile, done: list[dict[str, Any]]) -> list[str]:
 
 def instances(done: list[dict[str, Any]]) -> str:
     """A Markdown table of the episodes whose task left notes on an instance (vime/agents/tasks/swe.py)."""
-    out = ["| instance | resolved | why not | dropped | flags | turns |", "|---|---|---|---|---|---|"]
+    out = ["| instance | resolved | why not | dropped | flags | turns | swebench |", "|---|---|---|---|---|---|---|"]
     for r in sorted(done, key=lambda r: int(r["index"])):
         if n := r["notes"]:
             first = next(iter(n["failed"].items()), ("", ""))
             why = n["fault"] or (f"{len(n['failed'])} ids, `{first[0]}`: {first[1]}" if n["failed"] else "")
-            out.append(
-                f"| {n['instance_id']} | {'yes' if n['resolved'] else 'no'} | {why} | {', '.join(n['dropped'])} | {', '.join(n['flags'])} | {len(r['steps'])} |"
-            )
+            said_too = ("yes" if n["swebench"] else "no") + ", disagrees" * (n["swebench"] != n["resolved"]) if "swebench" in n else ""
+            cells = [n["instance_id"], "yes" if n["resolved"] else "no", why, *(", ".join(n[k]) for k in ("dropped", "flags")), len(r["steps"])]
+            out.append(f"| {' | '.join(map(str, [*cells, said_too]))} |")
     return "\n".join(out) + "\n" if len(out) > 2 else ""

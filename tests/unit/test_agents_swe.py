@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -333,6 +334,34 @@ def test_an_image_is_cleaned_of_its_future(repo, instance, tmp_path, monkeypatch
     for _ in range(2):  # the second episode is not let through because the first has made the folders
         with pytest.raises(VimeError, match=r"can be read by the agent: copy: .*ledger\.py"):
             asyncio.run(again.setup(sample))
+
+
+def test_swebench_agrees_and_is_named_where_it_does_not(instance):
+    pytest.importorskip("swebench", reason="an optional cross-check: pip install 'swebench>=5,<6'")
+    every = dict.fromkeys([*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS], "passed")
+    assert any(" " in i for i in every) and swe.by_swebench(instance, every)
+    for i in instance.FAIL_TO_PASS:
+        for worse in ("failed", "error", "skipped"):
+            assert " " in i or not swe.by_swebench(instance, every | {i: worse})
+    assert not swe.by_swebench(instance, {}) and not swe.by_swebench(instance, dict.fromkeys(instance.PASS_TO_PASS, "passed"))
+    assert swe.by_swebench(instance, every | {instance.FAIL_TO_PASS[0]: "xfailed"}), "which the strict rule refuses"
+
+
+def test_the_report_names_a_disagreement_with_swebench():
+    notes = {"instance_id": "a", "resolved": False, "fault": "exit", "failed": {}, "dropped": {}, "flags": []}
+    lines = evaluate.instances(
+        [{"index": k, "steps": [], "notes": notes | more} for k, more in enumerate(({}, {"swebench": False}, {"swebench": True}))]
+    )
+    assert [line.split("|")[-2].strip() for line in lines.splitlines()[2:]] == ["", "no", "yes, disagrees"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("swebench") is not None, reason="swebench is here")
+def test_a_cross_check_without_swebench_is_refused_before_the_start(instance, tmp_path):
+    (tmp_path / "i.jsonl").write_text(json.dumps(dataclasses.asdict(instance)) + "\n")
+    data, agent = SimpleNamespace(prompts=str(tmp_path / "i.jsonl")), SimpleNamespace(agent="react")
+    with pytest.raises(VimeError, match=r"args\.cross_check: .*swebench") as e:
+        swe.Task(SimpleNamespace(data=data, agent=agent, cross_check=True))
+    assert "pip install" in e.value.fix
 
 
 def test_commands_build_clean_and_verify(repo, instance, tmp_path, capsys):

@@ -25,7 +25,7 @@ from typing import Any
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.agents.tasks import cleanroom, history
 from vime.agents.tasks.trees import CACHES, Files, apply, checkout, clone_of, git, to_patch, whole, write
-from vime.errors import VimeError
+from vime.errors import VimeError, said
 from vime.sample import Sample
 
 TESTS = ["tests/*", "test/*", "*/tests/*", "*/test/*", "test_*.py", "*_test.py", "tests.py", "conftest.py"]
@@ -131,12 +131,12 @@ async def run_tests(tree: Path, files: list[str], i: Instance, python: str, time
     sign, _, text = r.stdout.decode(errors="replace").strip().partition(" ")
     if not secrets.compare_digest(sign.encode(), cleanroom.mac(key, text).encode()):
         return {}, f"no signed result came back (exit code {r.code}{', timed out' if r.timed_out else ''})", r.output[-4000:]
-    said = json.loads(text)
-    outcomes, fault = judge(said["records"], said["fault"])
+    told = json.loads(text)
+    outcomes, fault = judge(told["records"], told["fault"])
     canaries = [outcomes.pop(f"{canary}::{name}", "missing") for name in (bad, good)]
     if not fault and canaries != ["failed", "passed"]:
         fault = f"the canaries ended as {' and '.join(canaries)}, not as failed and passed"
-    return outcomes, fault, said["log"]
+    return outcomes, fault, told["log"]
 
 
 async def pristine(i: Instance, mirror: Path, to: Path) -> Path:
@@ -182,6 +182,27 @@ def passed(instance: Instance, outcomes: dict[str, str], official: bool = False)
             if wrong := got - {"passed", *(more if official else ())}:
                 out[i] = sorted(wrong)[0]
     return out
+
+
+LOGGED = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "skipped": "SKIPPED", "xfailed": "XFAIL"}
+
+
+def by_swebench(i: Instance, outcomes: dict[str, str]) -> bool:
+    """Whether swebench's own code would call it resolved, from a log that lists these outcomes. It cuts ids at a space, in the log only.
+    Raises: VimeError where swebench 5 is not installed."""
+    try:
+        from swebench.harness.constants import END_TEST_OUTPUT, START_TEST_OUTPUT
+        from swebench.harness.grading import get_eval_report
+        from swebench.types import TestSpec
+    except ImportError as e:
+        raise VimeError(f"args.cross_check: {said(e)}", "pip install 'swebench>=5,<6', or leave it out") from e
+    ids = [[n.split(" ")[0] for n in wanted] for wanted in (i.FAIL_TO_PASS, i.PASS_TO_PASS)]
+    spec = TestSpec(i.instance_id, "", [], i.repo, i.version, *ids, log_parser="parse_log_pytest", eval_type="pass_and_fail")
+    with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        lines = [START_TEST_OUTPUT, *(f"{LOGGED[s]} {n}" for n, s in outcomes.items() if s in LOGGED), END_TEST_OUTPUT]
+        print("\n".join(lines), file=log, flush=True)
+        report = get_eval_report(spec, {"instance_id": i.instance_id, "model_patch": "-"}, log.name, False)
+    return bool(report[i.instance_id]["resolved"])
 
 
 async def grade(i: Instance, base: Path, files: Files, python: str = sys.executable, timeout: float = 300, official: bool = False) -> Grade:
@@ -259,7 +280,8 @@ those that are there. What you change in tests, in conftest.py or in files that 
 
 class Task:
     """agent.task = "vime.agents.tasks.swe:Task": data.prompts has instances, data.input_key = "problem_statement", data.label_key = "instance_id".
-    [args]: mirror (folder of clones), python (for instances that name none), timeout and official (see grade).
+    [args]: mirror (folder of clones), python (for instances that name none), timeout and official (see grade), cross_check (true: note what
+    swebench's own code makes of the outcomes, too).
 
     The agent gets a repository that ends at the base commit, also in an image (history.clean; VimeError where verify finds a leak), and is
     graded on what it changed there. agent.agent = "gold" and "noop" are no agents: they show that a set of instances can be solved, and is not yet."""
@@ -273,6 +295,8 @@ class Task:
         self.folder = tempfile.TemporaryDirectory(prefix="vime-swe-")
         os.chmod(self.folder.name, 0o755)
         self.locks, self.ready = dict[str, asyncio.Lock](), set[str]()
+        if self.args.get("cross_check"):
+            by_swebench(Instance("", "", "", "", "", [], []), {})  # is it there?
 
     async def base(self, i: Instance) -> tuple[Path, Path]:
         """The instance's pristine files, and what the agent's work folder starts as; made once."""
@@ -314,5 +338,7 @@ class Task:
         found = {k: v for k, v in dataclasses.asdict(g).items() if k not in ("outcomes", "log")}
         with contextlib.suppress(VimeError):  # what can't be put over the base is no patch
             found["model_patch"] = to_patch(base, files)
+        if self.args.get("cross_check"):
+            found["swebench"] = await asyncio.to_thread(by_swebench, i, g.outcomes)
         episode.notes = {"instance_id": i.instance_id, "model_patch": ""} | found
         return float(g.resolved)
