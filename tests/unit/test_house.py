@@ -118,7 +118,7 @@ def test_environment_is_the_lock():
 
 def test_every_import_is_declared():
     """What vime imports is a direct dependency in pyproject.toml, not something that another package happens to bring."""
-    declared = {canonicalize_name(r.name) for r in requirements(["agents", "cpu", "cuda", "dataplane", "demo", "lora", "observe", "trackers"])}
+    declared = {canonicalize_name(r.name) for r in requirements(["agents", "cpu", "cuda", "dataplane", "demo", "lora", "observe", "swebench", "trackers"])}
     alone = {canonicalize_name(Requirement(t).name) for t in PROJECT["optional-dependencies"]["forksync"]}
     owners = importlib.metadata.packages_distributions()
     missing = set()
