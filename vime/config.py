@@ -229,6 +229,17 @@ class Config(Section):
         return self.algo.needs_reference or self.train.objective == "dpo"
 
     @property
+    def worlds(self) -> list[Config]:
+        """What the trainer's ranks run on: all of them, or the model's and the critic's, which have `parallel` of their own."""
+        own = self.model_copy(update={"parallel": ParallelConfig(fsdp=self.algo.critic_ranks or 1)})
+        return [self, own] if self.algo.critic_ranks else [self]
+
+    @property
+    def ranks(self) -> int:
+        """The trainer's processes."""
+        return self.parallel.ranks + self.algo.critic_ranks
+
+    @property
     def samples_per_step(self) -> int:
         """Rollouts, in the sense of train.global_batch_size: offline a dialogue or a pair is one."""
         return self.rollout.batch_size * (1 if self.offline else self.rollout.n_samples_per_prompt)
