@@ -230,9 +230,9 @@ class Config(Section):
 
     @property
     def worlds(self) -> list[Config]:
-        """What the trainer's ranks run on: all of them, or the model's and the critic's, which have `parallel` of their own."""
-        own = self.model_copy(update={"parallel": ParallelConfig(fsdp=self.algo.critic_ranks or 1)})
-        return [self, own] if self.algo.critic_ranks else [self]
+        """What the trainer's ranks run on: all of them, or the model's and the critic's own, which have `parallel` for themselves and no reference."""
+        own = {"parallel": ParallelConfig(fsdp=self.algo.critic_ranks or 1), "algo": self.algo.model_copy(update={"kl_loss_coef": 0.0})}
+        return [self, self.model_copy(update=own)] if self.algo.critic_ranks else [self]
 
     @property
     def ranks(self) -> int:

@@ -150,7 +150,7 @@ def faults(cfg: Config, g: SimpleNamespace, gpus: int) -> list[tuple[str, str]]:
         most = max(r, key=lambda k: r[k])
         what = f"a trainer rank takes {sum(r.values()) / GB:.1f} GB of the {g.room / GB:.1f} that a {g.name} has for it, {r[most] / GB:.1f} of them {most}"
         out.append((what, propose(cfg, g, left)))
-    if not out and cfg.algo.critic_ranks and (peak := sum(rank_bytes(cfg, cfg.worlds[1].parallel, g.cpu).values())) > g.room:
+    if not out and cfg.algo.critic_ranks and (peak := sum(rank_bytes(cfg.worlds[1], cfg.worlds[1].parallel, g.cpu).values())) > g.room:
         out.append((f"a critic rank takes {peak / GB:.1f} GB of the {g.room / GB:.1f} that a {g.name} has for it", "raise algo.critic_ranks"))
     kinds = [s.vllm for s in cfg.servers if not g.cpu]
     for i, args in enumerate(kinds):

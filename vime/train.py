@@ -165,13 +165,12 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
     optimizer_steps = cfg.samples_per_step // (cfg.train.global_batch_size or cfg.samples_per_step)
     rollout = f"{r.batch_size} prompts x {r.n_samples_per_prompt} = {cfg.samples_per_step} samples a step on {servers}, vllm-router"
     rollout = f"none: {r.batch_size} {'pairs' if cfg.train.objective == 'dpo' else 'dialogues'} a step" if cfg.offline else rollout
-    critic = f" and {cfg.algo.critic_ranks} of the critic" if cfg.algo.critic_ranks else ""
     rollout = f"none: samples of {cfg.debug.train_only}" if cfg.debug.train_only else rollout
     return f"""\
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
 data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
 rollout    {rollout}{f", {r.num_workers} worker(s)" if cfg.served else ""}
-train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.ranks} rank(s){critic}, {cfg.train.dtype}, lr {cfg.train.lr:g}
+train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
 reward     {"none, train.objective = " + cfg.train.objective if cfg.offline else cfg.agent.task or cfg.reward.function}
 folder     {place}
 {"next" if resume else "1st "} prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""

@@ -77,7 +77,9 @@ def test_a_critic_on_ranks_of_its_own(tmp_path):
         two = held(saved(cluster, tmp_path, "two"))
         for got, whole in zip((first, second), metrics):
             assert got.keys() == whole.keys()
-            assert {k: v for k, v in got.items() if k.startswith("train/")} == pytest.approx({k: whole[k] for k in got if k.startswith("train/")}, rel=1e-3, abs=1e-5)
+            assert {k: v for k, v in got.items() if k.startswith("train/")} == pytest.approx(
+                {k: whole[k] for k in got if k.startswith("train/")}, rel=1e-3, abs=1e-5
+            )
     assert two.keys() == want.keys()
     for name, tensor in want.items():
         torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")

@@ -38,8 +38,7 @@ class CriticTrainer(Trainer):
 
     def advantages(self, step: int, plan: RankPlan, samples: list[Sample]) -> dict[int, np.ndarray]:
         """Those of this rank's samples, by uid: float32 of a sample's trained tokens, whitened over the samples of all ranks."""
-        error, critic = None, self.critic
-        assert critic
+        error = None
         try:
             by_uid = {s.uid: s for s in samples}
             self.steps = [lay_out([pack(items, by_uid) for items in mini], self.layout) for mini in plan.steps]
@@ -50,7 +49,7 @@ class CriticTrainer(Trainer):
         batches = [b for mini in self.steps for b in mini]
         for k, batch in enumerate(batches):
             with alone(f"step {step}, {named(batches, k)}, values"):
-                batch.values = critic.values(batch)
+                batch.values = self.critic.values(batch)  # type: ignore[union-attr]
         with alone(f"step {step}, critic rank {self.rank}, advantages per token"):
             self.shaped = per_token(self.cfg.algo, batches, [b.rollout_log_probs for b in batches], self.device)
         parts = [(b.samples, b.advantages.cpu().split([sum(s.loss_mask) for s in b.samples])) for b in batches]
