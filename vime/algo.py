@@ -24,6 +24,7 @@ class AlgoConfig(Section):
     lambd: float = Field(1.0, ge=0, le=1, description="of gae: 1 trusts the rewards that came, 0 the critic")
     critic_model: str | None = Field(None, description="of gae: folder whose layers the critic starts from; unset: model")
     critic_lr: float | None = Field(None, gt=0, description="of gae: the critic's learning rate, on train.lr's schedule; unset: train.lr")
+    critic_ranks: int = Field(0, ge=0, description="of gae: so many more trainer ranks hold the critic, and nothing else; 0: it shares the model's")
     value_clip: float | None = Field(0.2, gt=0, description="of gae: how far a value may move from the old one before its loss is clipped; unset: off")
     num_critic_only_steps: int = Field(0, ge=0, description="of gae: first rollout steps that train the critic only")
     kl_coef: float = Field(0.0, ge=0, description="KL to the reference (of kl_loss_type) taken from each token's reward")

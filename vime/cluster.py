@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,9 @@ from vime import hooks, nodes
 from vime.config import Config
 from vime.data.ledger import Ledger
 from vime.data.payload import fields_of, samples_of
-from vime.data.plane import Lost, Plane, Ref, Spec, open_store
+from vime.data.plane import Plane, Ref, open_store
 from vime.data.prompts import Prompts
-from vime.data.records import dump_samples, write_groups
+from vime.data.records import dump_samples, reading, write_groups
 from vime.errors import VimeError, said
 from vime.groups import DEAD, Rollouts
 from vime.procs import Follower, free_port, stack
@@ -71,7 +71,7 @@ class Cluster:
         self.engines: dict[int, Any] = {}  # by number: those that this run started
         self.changes: dict[int, dict[str, Any]] = {}  # vLLM arguments that `vime engines` gave them
         self.workers: list[Any] = []
-        self.trainers: list[Any] = []
+        self.trainers: list[Any] = []  # the model's ranks, then the critic's own
         self.router: Router | None = None
         self.fleet: Fleet | None = None
         self.control: Control | None = None
@@ -143,22 +143,31 @@ class Cluster:
 
     def start_trainers(self, checkpoint: Path | None) -> list[Any]:
         """The trainer ranks begin to load their model, that of a checkpoint where one is given; returns what to `gather` until they have."""
-        cfg, n = self.cfg, self.cfg.parallel.ranks
-        threads = str(max(1, (os.cpu_count() or 1) // n))
+        cfg = self.cfg
+        threads = str(max(1, (os.cpu_count() or 1) // cfg.ranks))
         env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "10000", "TOKENIZERS_PARALLELISM": "false"}
         env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if cfg.debug.deterministic else {}
         env["THP_MEM_ALLOC_ENABLE"] = "1"  # torch's large tensors in huge pages: on a CPU page faults are a tenth of a step
         trainer = ray.remote(Rank)
-        places = [{}] * n if self.local else nodes.for_ranks(cfg)
+        places = iter([{}] * cfg.ranks if self.local else nodes.for_ranks(cfg))
         alike = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": env}}
-        self.trainers = [trainer.options(**alike, **p).remote(self.stacks(r).resolve(), self.plane.spec, cfg, r, n) for r, p in enumerate(places)]
-        meet = self.trainers[0].__ray_call__.remote(lambda _, local: nodes.meeting(local), self.local)
-        hosts = [t.__ray_call__.remote(lambda _, local: nodes.address(local), self.local) for t in self.trainers]
-        return [t.call.remote("setup", str(checkpoint) if checkpoint else None, meet, h) for t, h in zip(self.trainers, hosts)]
+        ready: list[Any] = []
+        for first, own in zip((0, cfg.parallel.ranks), cfg.worlds):
+            args = [(self.stacks(first + r).resolve(), self.plane.spec, own, r, own.parallel.ranks, first) for r in range(own.parallel.ranks)]
+            ranks = [trainer.options(**alike, **next(places)).remote(*a) for a in args]
+            meet = ranks[0].__ray_call__.remote(lambda _, local: nodes.meeting(local), self.local)
+            hosts = [t.__ray_call__.remote(lambda _, local: nodes.address(local), self.local) for t in ranks]
+            ready += [t.call.remote("setup", str(checkpoint) if checkpoint else None, meet, h) for t, h in zip(ranks, hosts)]
+            self.trainers += ranks
+        return ready
 
-    def stacks(self, rank: int) -> Path:
-        """Where a trainer rank that takes too long writes its stacks."""
-        return self.folder / "logs" / f"trainer-{rank}.stacks"
+    def rank(self, r: int, sep: str = "-") -> str:
+        """The name of trainers[r]: trainer-0, or critic-0 where it is one of the critic's own."""
+        return f"trainer{sep}{r}" if r < (n := self.cfg.parallel.ranks) else f"critic{sep}{r - n}"
+
+    def stacks(self, r: int) -> Path:
+        """Where trainers[r] writes its stacks if it takes too long."""
+        return self.folder / "logs" / f"{self.rank(r)}.stacks"
 
     def measure(self) -> None:
         fleet = self.fleet
@@ -187,7 +196,7 @@ class Cluster:
 
     def write_pids(self) -> None:
         """processes.json: who is who, for a person with py-spy, gdb or kill. An actor that gives no answer in time is left out."""
-        actors = {f"worker-{i}": a for i, a in enumerate(self.workers)} | {f"trainer-{i}": a for i, a in enumerate(self.trainers)}
+        actors = {f"worker-{i}": a for i, a in enumerate(self.workers)} | {self.rank(i): a for i, a in enumerate(self.trainers)}
         pids = {k: a.__ray_call__.remote(lambda _: os.getpid()) for k, a in actors.items()}
         pids |= {f"engine-{i}": a.pid.remote() for i, a in self.engines.items()}
         found = {"driver": os.getpid(), "router": self.router.pid() if self.router else None} | {p.name(): p.pid for p in self._ray_pids}
@@ -294,28 +303,28 @@ class Cluster:
                 self.counts["data_plane_restarts"] += 1
                 print(f"{part} of the data plane had died and was started again", file=sys.stderr, flush=True)
 
-    def gather(self, refs: list[Any], who: str, doing: str = "") -> list[Any]:
-        """Results of all refs, in order; fails as soon as one does: no rank waits for a dead one. `doing`: ranks', within train.step_timeout."""
+    def gather(self, refs: list[Any], who: str, doing: str = "", first: int = 0) -> list[Any]:
+        """Results of all refs, in order; fails as soon as one does: no rank waits for a dead one. `doing`: ranks', from `first`, within train.step_timeout."""
         pending, end = list(refs), time.monotonic() + self.cfg.train.step_timeout + STACKS_BY
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=1.0)
             self.check()
             self.meanwhile()
             if doing and not done and time.monotonic() > end:
-                raise self.hung([refs.index(ref) for ref in pending], doing)
+                raise self.hung([first + refs.index(ref) for ref in pending], doing)
             for ref in done:
                 try:
                     ray.get(ref)
                 except (*DEAD, rex.RayTaskError):
-                    raise self.blame(refs, who) from None
+                    raise self.blame(refs, who, first) from None
         return ray.get(refs)
 
-    def blame(self, refs: list[Any], who: str) -> VimeError:
+    def blame(self, refs: list[Any], who: str, first: int = 0) -> VimeError:
         """The error to show when one of refs failed: the rank that died, rather than its peers that lost the connection to it."""
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=3)
         found: dict[str, VimeError] = {}
         for ref in done:
-            name = f"{who} {refs.index(ref)}"
+            name = self.rank(first + refs.index(ref), " rank ") if who == "trainer rank" else f"{who} {refs.index(ref)}"
             try:
                 ray.get(ref)
             except DEAD as e:
@@ -334,9 +343,9 @@ class Cluster:
         """The error to show for trainer ranks that have not finished in time: where those are that don't just wait for others."""
         stacks = {r: stack(self.stacks(r), "/vime/trainer/") for r in late}
         at = [r for r, frames in stacks.items() if not any("/torch/distributed/" in f for f in frames[:4])] or late
-        where = "; ".join(f"trainer rank {r}: {stacks[r][0] if stacks[r] else 'no stack, its process is stopped or gone'}" for r in at)
+        where = "; ".join(f"{self.rank(r, ' rank ')}: {stacks[r][0] if stacks[r] else 'no stack, its process is stopped or gone'}" for r in at)
         what = f"{doing}: not finished after {self.cfg.train.step_timeout:g} s (train.step_timeout); {where}"
-        log = "\n".join(f"rank {r}, innermost frame first:\n  " + "\n  ".join(stacks[r][:30]) for r in at if stacks[r])
+        log = "\n".join(f"{self.rank(r)}, innermost frame first:\n  " + "\n  ".join(stacks[r][:30]) for r in at if stacks[r])
         return VimeError(what, "rerun with --resume; raise train.step_timeout where this may take longer", log)
 
     def named(self, e: VimeError) -> VimeError:
@@ -381,16 +390,21 @@ class Cluster:
             self.meanwhile()
         return [done[i] for i in range(number)]
 
-    def train(self, step: int, plans: list[RankPlan], data: dict[int, Ref]) -> dict[str, float] | list[int]:
-        """One rollout step's optimizer steps, a plan for each of parallel.fsdp; `data`: where each group is. Returns metrics, or lost groups."""
-        given = [plans[self.cfg.parallel.shard(r)] for r in range(len(self.trainers))]
+    def train(self, step: int, plans: list[RankPlan], data: dict[int, Ref], critic: Sequence[RankPlan] = ()) -> dict[str, float] | list[int]:
+        """One rollout step's optimizer steps, a plan for each of parallel.fsdp; `data`: where each group is; `critic`: plans of its own ranks,
+        which give the advantages to the model's, past this process. Returns metrics, or lost groups."""
+        n = self.cfg.parallel.ranks
+        given = [*(plans[self.cfg.parallel.shard(r)] for r in range(n)), *critic]
         refs = [[data[g] for g in sorted({i.group_index for mini in plan.minibatches for i in mini})] for plan in given]
         self.rollouts.moved += sum(len(ray.cloudpickle.dumps(x)) for x in (given, refs))
         loading = [t.call.remote("load", step, mine) for t, mine in zip(self.trainers, refs)]
-        if lost := self.gather(loading, "trainer rank", f"step {step}, loading samples")[0]:
+        if lost := set().union(*self.gather(loading, "trainer rank", f"step {step}, loading samples")):
             return [g for g, ref in data.items() if ref.key in lost]
-        training = [t.call.remote("train", step, plan) for t, plan in zip(self.trainers, given)]
-        return self.gather(training, "trainer rank", f"step {step}, training")[0]
+        kept = [t.__ray_call__.remote(lambda rank, *a: ray.put(rank.call("advantages", *a)), step, p) for t, p in zip(self.trainers[n:], critic)]
+        made = self.gather(kept, "trainer rank", f"step {step}, advantages", n)
+        training = [t.call.remote("train", step, p, *(made if r < n else ())) for r, (t, p) in enumerate(zip(self.trainers, given))]
+        every = self.gather(training, "trainer rank", f"step {step}, training")
+        return every[-1] | every[0]
 
     def publish(self, version: int) -> dict[str, float]:
         """Trainer -> servers: weights `version`, proven by fence and canary. Returns metrics of what was sent."""
@@ -398,7 +412,7 @@ class Cluster:
         assert fleet
         with fleet.lock:  # while a server is healed, the trainer must not go on from the weights that it is healed with
             receivers = fleet.hold() if self.cfg.weights.transport == "nccl" else None
-            refs = [t.call.remote("publish", version, receivers) for t in self.trainers]
+            refs = [t.call.remote("publish", version, receivers) for t in self.trainers[: self.cfg.parallel.ranks]]
             new, canary = self.gather(refs, "trainer rank", f"publishing v{version}")[0]
             if self.cfg.weights.post_write:
                 assert self.router
@@ -427,7 +441,9 @@ class Cluster:
     def save(self, folder: Path, keep: int | None = None) -> None:
         """Every rank writes its share of a checkpoint into `folder`; sample dumps under way are finished first. With `keep`, see Trainer.save."""
         self.flush_dumps()
-        self.gather([t.call.remote("save", str(folder.resolve()), keep) for t in self.trainers], "trainer rank", f"saving {folder.name}")
+        n = self.cfg.parallel.ranks
+        for first, ranks in ((n, self.trainers[n:]), (0, self.trainers[:n])):  # the critic's own first: the model's may commit it
+            self.gather([t.call.remote("save", str(folder.resolve()), keep) for t in ranks], "trainer rank", f"saving {folder.name}", first)
 
     def flush_dumps(self) -> None:
         self.gather([task for task, _ in self._dumps], "sample dump")
@@ -469,29 +485,16 @@ class Cluster:
 
     def dump(self, path: Path, data: dict[int, Ref]) -> None:
         """Write a step's samples to a readable file, in a process of its own: the controller never holds them."""
-        task = ray.remote(_reading).options(num_cpus=0, max_retries=2)
+        task = ray.remote(reading).options(num_cpus=0, max_retries=2)
         given = [data[g] for g in sorted(data)]
         self._dumps.append((task.remote(dump_samples, self.plane.spec, str(path.resolve()), given), []))
 
     def save_groups(self, path: Path, groups: list[Any]) -> None:
         """Write groups to `path`, one JSON list of samples a line."""
-        task = ray.remote(_reading).options(num_cpus=0)
+        task = ray.remote(reading).options(num_cpus=0)
         self.gather([task.remote(write_groups, self.plane.spec, str(path.resolve()), groups)], "writing the groups under way,")
 
     def load_groups(self, path: Path, ready: list[bool]) -> list[tuple[list[SampleMeta], Ref | None]]:
         """Read what save_groups wrote: (metadata of a finished group's samples, where they are) of each; no metadata for unfinished ones."""
         call = [self.workers[0].load_groups.remote(str(path.resolve()), ready)] if ready else []
         return self.gather(call, "reading the groups under way,")[0] if call else []
-
-
-def _reading(write: Callable[..., None], spec: Spec, path: str, groups: list[Any]) -> int:
-    """`write(path, *groups)` of groups in the data plane, None for those that are lost. Returns how many these are."""
-    found: list[list[Sample] | None] = []
-    with contextlib.closing(open_store(spec)) as store:
-        for group in groups:
-            try:
-                found.append(samples_of(store.get([group])[0]) if isinstance(group, Ref) else group)
-            except Lost:
-                found.append(None)
-    write(path, *found)
-    return found.count(None)

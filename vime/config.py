@@ -229,6 +229,17 @@ class Config(Section):
         return self.algo.needs_reference or self.train.objective == "dpo"
 
     @property
+    def worlds(self) -> list[Config]:
+        """What the trainer's ranks run on: all of them, or the model's and the critic's own, which have `parallel` for themselves and no reference."""
+        own = {"parallel": ParallelConfig(fsdp=self.algo.critic_ranks or 1), "algo": self.algo.model_copy(update={"kl_loss_coef": 0.0})}
+        return [self, self.model_copy(update=own)] if self.algo.critic_ranks else [self]
+
+    @property
+    def ranks(self) -> int:
+        """The trainer's processes."""
+        return self.parallel.ranks + self.algo.critic_ranks
+
+    @property
     def samples_per_step(self) -> int:
         """Rollouts, in the sense of train.global_batch_size: offline a dialogue or a pair is one."""
         return self.rollout.batch_size * (1 if self.offline else self.rollout.n_samples_per_prompt)

@@ -101,8 +101,10 @@ def algo(cfg: Config) -> list[str]:
         faults.append("algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them")
     if a.gamma != 1 and kind not in ("reinforce_plus_plus", "gae"):
         faults.append(f"algo.gamma {a.gamma} discounts along the tokens, where {kind} compares whole responses: leave it at 1")
-    if kind == "gae" and (cfg.parallel.ranks > cfg.parallel.fsdp or cfg.parallel.ep > 1):
-        faults.append(f"parallel: {cfg.parallel}: a critic is trained on parallel.fsdp ranks only: leave out tp, pp, cp and ep")
+    if a.critic_ranks and a.kl_coef:
+        faults.append("algo.critic_ranks does not go with algo.kl_coef: the critic's ranks have no logprobs to take a KL of; use algo.kl_loss_coef")
+    if kind == "gae" and not a.critic_ranks and (cfg.parallel.ranks > cfg.parallel.fsdp or cfg.parallel.ep > 1):
+        faults.append(f"parallel: {cfg.parallel}: a critic is trained on fsdp ranks only: leave out tp, pp, cp and ep, or set algo.critic_ranks")
     if kind == "gae" and a.num_critic_only_steps >= cfg.train.steps:
         faults.append(f"algo.num_critic_only_steps {a.num_critic_only_steps} leaves none of train.steps = {cfg.train.steps} to train the model in")
     if kind == "on_policy_distillation":
@@ -193,8 +195,9 @@ def debug(cfg: Config) -> list[str]:
 def unread(cfg: Config) -> list[str]:
     """Keys that are not at their default, and that nothing reads with the other settings. (A plug-in for the loss may read any of [algo].)"""
     a, own = cfg.algo, cfg.loss.custom or cfg.algo.custom_tis
+    of_gae = " ".join(f"algo.{k}" for k in ("critic_model", "critic_lr", "critic_ranks", "value_clip", "lambd", "num_critic_only_steps"))
     readers = {
-        'algo.advantage_estimator = "gae"': (a.advantage_estimator == "gae", "algo.critic_model algo.critic_lr algo.value_clip algo.lambd algo.num_critic_only_steps"),
+        'algo.advantage_estimator = "gae"': (a.advantage_estimator == "gae", of_gae),
         'train.objective = "dpo"': (False, "algo.dpo_beta"),
         'algo.policy_loss = "ppo" or "gspo"': (own or a.policy_loss in ("ppo", "gspo"), "algo.eps_clip_c"),
         'algo.correction = "tis" or "icepop"': (own or a.correction in ("tis", "icepop"), "algo.tis_clip algo.tis_clip_low"),

@@ -69,8 +69,8 @@ def devices(n: int, cfg: Config) -> dict[str, Any]:
 
 
 def for_ranks(cfg: Config) -> list[dict[str, Any]]:
-    """Options of each trainer rank. Ranks on one node have neighbouring numbers, as tp and cp, the innermost axes, want. Raises: VimeError."""
-    n, own = cfg.parallel.ranks, devices(1, cfg)
+    """Options of each trainer rank, the critic's own last. Ranks on one node have neighbouring numbers, as tp and cp, the innermost axes, want. Raises: VimeError."""
+    n, own = cfg.ranks, devices(1, cfg)
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if "num_gpus" in own else own.get("resources", {}))
     group = placement_group([bundle] * n, strategy=cfg.ray.placement.upper())
     if not ray.wait([group.ready()], timeout=ROOM)[0]:

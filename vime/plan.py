@@ -109,7 +109,7 @@ def rank_bytes(cfg: Config, p: ParallelConfig, on_cpu: bool = False) -> Bytes:
         # A chunk's logits; in float32 these by temperature, logp, p and a product, and the last block's logp and p; the head's gradient, and a part.
         chunk = min(t.logprob_chunk, own) * m.vocab
         head = chunk * width + 24 * (min(chunk, CPU_BLOCK) if on_cpu else chunk) + 8 * m.vocab * m.hidden if last else 0
-        trained, frozen = n * (2 if cfg.algo.advantage_estimator == "gae" else 1), n * (cfg.needs_reference and not cfg.lora.rank)
+        trained, frozen = n * (1 + (cfg.algo.advantage_estimator == "gae" and not cfg.algo.critic_ranks)), n * (cfg.needs_reference and not cfg.lora.rank)
         if r := cfg.lora.rank:
             trained, frozen = sum(r * sum(s) for name, s in weights if len(s) == 2 and name.startswith("layers")) / p.pp, n
         part = {"weights": 4 * (trained + frozen), "gradients": 4 * trained, "optimizer": 8 * trained * (t.offload == "none")}
@@ -137,12 +137,12 @@ def faults(cfg: Config, g: SimpleNamespace, gpus: int) -> list[tuple[str, str]]:
     """What does not fit, each with what to do, the first thing first."""
     p, m, longest = cfg.parallel, axes.read(cfg.model), cfg.rollout.max_context_len
     servers, nodes = sum(world(s.vllm) for s in cfg.servers), -(-gpus // g.per_node)
-    left = gpus - servers * (not cfg.rollout.colocate)
+    left = gpus - servers * (not cfg.rollout.colocate) - cfg.algo.critic_ranks
     out = [(what, propose(cfg, g, left)) for what in axes.faults(p, m)]
     if tensors(cfg.model)[0].get("index_topk"):
         out.insert(0, (f"{m.kind!r} chooses the tokens it attends to by an indexer, which the trainer has not", "a model without index_topk"))
     if max(p.ranks, servers) > gpus or p.ranks > left:
-        how = f"{p.ranks} of trainer ranks, {servers} of servers" + ", shared" * cfg.rollout.colocate
+        how = f"{cfg.ranks} of trainer ranks, {servers} of servers" + ", shared" * cfg.rollout.colocate
         out.append((f"{max(p.ranks + gpus - left, servers)} accelerators are needed ({how}), there are {gpus}", propose(cfg, g, left)))
     if nodes > 1 and not g.cpu:
         out += [(what, f"these are {nodes} nodes, see docs/multi-node.md") for what in one_host(cfg)]
@@ -150,6 +150,8 @@ def faults(cfg: Config, g: SimpleNamespace, gpus: int) -> list[tuple[str, str]]:
         most = max(r, key=lambda k: r[k])
         what = f"a trainer rank takes {sum(r.values()) / GB:.1f} GB of the {g.room / GB:.1f} that a {g.name} has for it, {r[most] / GB:.1f} of them {most}"
         out.append((what, propose(cfg, g, left)))
+    if not out and cfg.algo.critic_ranks and (peak := sum(rank_bytes(cfg.worlds[1], cfg.worlds[1].parallel, g.cpu).values())) > g.room:
+        out.append((f"a critic rank takes {peak / GB:.1f} GB of the {g.room / GB:.1f} that a {g.name} has for it", "raise algo.critic_ranks"))
     kinds = [s.vllm for s in cfg.servers if not g.cpu]
     for i, args in enumerate(kinds):
         if args in kinds[:i]:
@@ -229,7 +231,7 @@ def command(config: str | None, overrides: list[str], kind: str | None, gpus: in
     if kind is None and gpus is None:
         return print(axes.describe(cfg))
     g, p, servers = gpu(kind or "cpu"), cfg.parallel, sum(world(s.vllm) for s in cfg.servers)
-    n = gpus or (max(p.ranks, servers) if cfg.rollout.colocate else p.ranks + servers)
+    n = gpus or (max(cfg.ranks, servers) if cfg.rollout.colocate else cfg.ranks + servers)
     wrong, r = faults(cfg, g, n), rank_bytes(cfg, p, g.cpu)
     if not axes.faults(p, axes.read(cfg.model)):
         print(axes.describe(cfg))

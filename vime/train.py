@@ -170,7 +170,7 @@ def describe(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], resume
 run        {cfg.folder}: {cfg.train.steps} steps, checkpoint every {cfg.checkpoint.interval}, seed {cfg.seed}
 data       {cfg.data.prompts}: {len(prompts)} prompts{evaluated}
 rollout    {rollout}{f", {r.num_workers} worker(s)" if cfg.served else ""}
-train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.parallel.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
+train      {optimizer_steps} optimizer step(s) a rollout step on {cfg.ranks} rank(s), {cfg.train.dtype}, lr {cfg.train.lr:g}
 reward     {"none, train.objective = " + cfg.train.objective if cfg.offline else cfg.agent.task or cfg.reward.function}
 folder     {place}
 {"next" if resume else "1st "} prompt {len(group.tokens)} tokens, label {group.label!r}: {prompts.text(group)!r}"""
@@ -350,7 +350,8 @@ def run(cfg: Config, prompts: Prompts, held_out: dict[str, Prompts], begin: Star
                         metas, advantages = post_processed(cfg, args, cluster.fetch(data), metas)
                     else:
                         metas, advantages = (metas, [1.0] * len(metas)) if cfg.offline else estimate(metas, cfg)
-                    stats = cluster.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp, width), data)
+                    plans, *critic = (plan(metas, advantages, world, world.parallel.fsdp, width) for world in cfg.worlds)
+                    stats = cluster.train(step, plans, data, *critic)
                 t2 = time.monotonic()
 
                 sent = cluster.publish(step) if online else {}

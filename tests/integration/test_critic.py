@@ -10,6 +10,11 @@ from tests.integration.test_trainer import close, compare, plain_log_probs, run_
 from tests.integration.test_trainer_checkpoint import timeless, train
 from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError
+from vime.procs import free_port
+from vime.sample import meta_of
+from vime.trainer.advantage import estimate
+from vime.trainer.apart import CriticTrainer
+from vime.trainer.batch import plan
 
 LR = 1e-4
 GAE = {"advantage_estimator": "gae", "gamma": 0.97, "lambd": 0.9}
@@ -166,6 +171,57 @@ def test_first_steps_may_train_the_critic_alone(tmp_path):
         assert t.parts["critic."][1].param_groups[0]["lr"] == pytest.approx(1e-3)
         assert train_once(t, cfg, 2, make_batch(4))["train/grad_norm"] > 0
         assert any(not torch.equal(v, before[k]) for k, v in weights(t).items())
+
+
+def given(trainer, cfg, seeds, advantages):
+    """As run_steps, of the model's ranks alone."""
+    trainer.setup()
+    out = []
+    for k, s in enumerate(seeds):
+        batch = as_of(k, make_batch(s))
+        plans = plan(*judged(cfg, batch), cfg, cfg.parallel.fsdp)
+        out.append(trainer.train(k + 1, plans[cfg.parallel.shard(trainer.rank)], *batch, advantages=advantages[k]))
+    return out, weights(trainer)
+
+
+def as_of(version, batch):
+    for s in (s for g in batch for s in g):
+        s.token_versions = [version if v >= 0 else v for v in s.token_versions]
+    return batch
+
+
+def judged(cfg, batch):
+    return estimate([meta_of(s) for g in batch for s in g], cfg)
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "tp", "cp", "pp"])
+def test_a_critic_apart_is_the_one_on_the_same_ranks(tmp_path, two_ranks, axis):
+    """Weights and metrics of two batches of two optimizer steps, the model's ranks cut along any axis. The critic needs nothing of the model's."""
+    folder, train = make_model(tmp_path / "m"), {"lr": LR, "global_batch_size": 8, "max_tokens_per_gpu": 64}
+    both = make_cfg(folder, tmp_path, algo=GAE | {"critic_lr": 1e-4, "value_clip": 0.001}, train=train)
+    with one_rank(both) as t:
+        want = [train_once(t, both, k + 1, make_batch(s)) for k, s in enumerate([3, 4])]
+        model, critic = weights(t), of_critic(t)
+    cfg = make_cfg(folder, tmp_path, algo=GAE | {"critic_lr": 1e-4, "value_clip": 0.001, "critic_ranks": 1}, train=train, parallel={axis: 2})
+    own, advantages, metrics = cfg.worlds[1], [], []
+    trainer = CriticTrainer(own, 0, 1, 2, "127.0.0.1", free_port())
+    try:
+        trainer.setup()
+        for k, s in enumerate([3, 4]):
+            batch = as_of(k, make_batch(s))
+            (mine,) = plan(*judged(own, batch), own, 1)
+            advantages.append(trainer.advantages(k + 1, mine, [s for g in batch for s in g]))
+            metrics.append(trainer.train(k + 1, mine))
+        close(critic, of_critic(trainer))
+    finally:
+        trainer.close()
+    for found in two_ranks(given, cfg, [3, 4], advantages):
+        assert not isinstance(found, Exception), found
+        for whole, rest, ours in zip(want, found[0], metrics):
+            assert {k: whole[k] for k in ours} == pytest.approx(ours, rel=1e-4, abs=1e-6)
+            assert whole.keys() == (ours | rest).keys()
+        if axis != "pp":  # where a rank holds its own layers only
+            close(model, found[1])
 
 
 def test_distillation_takes_the_kl_to_the_teacher(tmp_path):

@@ -28,6 +28,7 @@ def run(shape: str, **sections: Any) -> Config:
     return validate(tree, "test")
 
 
+GAE = {"advantage_estimator": "gae"}
 LONG = {"max_context_len": 131072, "max_response_len": 65536}
 FILES = {"weights": {"transport": "file"}, "data_plane": {"backend": "ray"}}
 IMPOSSIBLE: list[tuple[str, dict[str, Any], str, int, str]] = [
@@ -38,6 +39,8 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("glm-5.2", {"parallel": {"tp": 2, "ep": 2}}, "h200", 8, "'mla_kv_a_proj', which is not tested"),
     ("glm-5.2", {"parallel": {"fsdp": 8}}, "h200", 8, "chooses the tokens it attends to by an indexer"),
     ("qwen3-8b", {"parallel": {"fsdp": 8}}, "h100", 8, "9 accelerators are needed (8 of trainer ranks, 1 of servers), there are 8"),
+    ("qwen3-8b", {"parallel": {"fsdp": 4}, "algo": GAE | {"critic_ranks": 4}}, "h100", 8, "9 accelerators are needed (8 of trainer ranks, 1 of servers)"),
+    ("qwen3-8b", {"parallel": {"fsdp": 4}, "algo": GAE | {"critic_ranks": 1}, "train": {"gradient_checkpointing": True}}, "h100", 8, "a critic rank takes "),
     ("qwen3-8b", {"parallel": {"fsdp": 8}, "rollout": {"num_engines": 8}}, "h100", 16, 'weights.transport = "shm" is the memory of one host'),
     ("qwen3-8b", {}, "h100", 2, "of them optimizer"),
     ("qwen3-0.6b", {"train": {"dtype": "bfloat16", "max_tokens_per_gpu": 65536}}, "h100", 2, "of them activations"),

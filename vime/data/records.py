@@ -1,12 +1,16 @@
 """Files that hold groups of samples: those under way in a checkpoint, and the readable ones of a step."""
 
+import contextlib
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from vime.data.payload import samples_of
+from vime.data.plane import Lost, Ref, Spec, open_store
 from vime.errors import VimeError, said
 from vime.sample import Sample, meta_of
 
@@ -62,3 +66,16 @@ def _whole(target: Path, content: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     tmp.write_bytes(content)
     tmp.replace(target)
+
+
+def reading(write: Callable[..., None], spec: Spec, path: str, groups: list[Any]) -> int:
+    """`write(path, *groups)` of groups in the data plane, None for those that are lost. Returns how many these are."""
+    found: list[list[Sample] | None] = []
+    with contextlib.closing(open_store(spec)) as store:
+        for group in groups:
+            try:
+                found.append(samples_of(store.get([group])[0]) if isinstance(group, Ref) else group)
+            except Lost:
+                found.append(None)
+    write(path, *found)
+    return found.count(None)

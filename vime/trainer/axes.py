@@ -171,6 +171,8 @@ def describe(cfg: Config) -> str:
         rows.append(("experts", f"{m.experts // p.ep} of {m.experts} on a rank, in {others} FSDP shard(s)"))
     if p.ranks == 1:
         rows = rows[:1]
+    if cfg.algo.critic_ranks:
+        rows.append(("critic", f"on {cfg.algo.critic_ranks} more rank(s)"))
     if cfg.lora.rank:
         rows.append(("adapters", f"of rank {cfg.lora.rank} in place of the weights, whole on every rank"))
     return f"{cfg.model}: {m.kind}, {m.layers} layers\n" + "\n".join(f"{k:8} {v}" for k, v in rows)

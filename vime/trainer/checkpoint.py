@@ -1,5 +1,5 @@
 """Checkpoints: <run>/checkpoints/step_000010/{hf/, trainer/, state.json}; a folder is there whole or not at all. trainer/ holds float32
-weights and optimizer in shards that any number of ranks can read (state.py)."""
+weights and optimizer in shards that any number of ranks can read (state.py), critic/ those of a critic with ranks of its own."""
 
 import json
 import os

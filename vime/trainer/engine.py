@@ -94,20 +94,24 @@ class Trainer:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None  # the newest checkpoint.async_save
 
-    def setup(self, folder: str | None = None) -> None:
-        """Join the other ranks, load the model; with the folder of a checkpoint, continue from it exactly."""
+    def join(self, folder: str | None, first: int = 0) -> None:
+        """Meet the other ranks. `first`: see `init`."""
         cfg = self.cfg
-        self.custom, self.args = hooks.loss_side(cfg), hooks.plugin_args(cfg)
-        self.device = init(self.rank, self.world, *self.address, cfg.train.step_timeout + 60, cfg.train.offload == "all")
+        self.device = init(self.rank, self.world, *self.address, cfg.train.step_timeout + 60, cfg.train.offload == "all", first)
         self.side = dist.new_group(backend="gloo") if cfg.checkpoint.async_save else None  # a thread's collectives need a group of their own
         if cfg.train.offload != "none" and self.device.type == "cpu":
             raise VimeError(f'train.offload = "{cfg.train.offload}": this trainer runs on the CPU, whose memory that is', "leave it out")
         torch.manual_seed(cfg.seed + self.rank)
         torch.use_deterministic_algorithms(cfg.debug.deterministic)
         self.source = Path(cfg.model) if Path(cfg.model).is_dir() or not folder else Path(folder) / "hf"
-        train = cfg.train
         axes.check(cfg)
         self.layout = Layout(cfg.parallel, self.device, cfg.train.offload == "all")
+
+    def setup(self, folder: str | None = None) -> None:
+        """Join the other ranks, load the model; with the folder of a checkpoint, continue from it exactly."""
+        cfg, train = self.cfg, self.cfg.train
+        self.custom, self.args = hooks.loss_side(cfg), hooks.plugin_args(cfg)
+        self.join(folder)
         start = Path(folder) / "hf" if folder and not cfg.lora.rank else self.source
         self.model = load_model(start, train.dtype, self.layout, train.gradient_checkpointing, train.freeze_vision)
         if cfg.lora.rank:
@@ -126,19 +130,23 @@ class Trainer:
             self.pipelines[m].vision = vision
         self.optimizer = adamw(self.model, train)
         self.parts = {"": (self.model, self.optimizer)}  # what a checkpoint holds, by the prefix of the names there
-        if cfg.algo.advantage_estimator == "gae":
+        if cfg.algo.advantage_estimator == "gae" and not cfg.algo.critic_ranks:
             self.critic = critics.Critic(cfg, cfg.algo.critic_model or self.source, self.layout)
             self.parts["critic."] = (self.critic.model, adamw(self.critic.model, train))
-        if folder:
-            state.load_rank(Path(folder), self.parts)
-            for _, optimizer in self.parts.values():
-                self.offload(optimizer, "cpu")
+        self.restore(folder)
         self.publisher = Publisher(cfg, self.rank)
         if self.rank == 0:
             shutil.rmtree(location(cfg), ignore_errors=True)  # left by a run that was killed
 
-    def train(self, step: int, plan: RankPlan, *groups: list[Sample]) -> dict[str, float]:
-        """The optimizer steps of rollout step `step` (from 1) on this rank's plan. Returns: metrics, the same on every rank; of a part, none."""
+    def restore(self, folder: str | None, at: str = "trainer") -> None:
+        if folder:
+            state.load_rank(Path(folder), self.parts, at)
+            for _, optimizer in self.parts.values():
+                self.offload(optimizer, "cpu")
+
+    def train(self, step: int, plan: RankPlan, *groups: list[Sample], advantages: dict[int, np.ndarray] | None = None) -> dict[str, float]:
+        """The optimizer steps of rollout step `step` (from 1) on this rank's plan. Returns: metrics, the same on every rank; of a part, none.
+        `advantages`: by uid, of a sample's trained tokens, from the critic's own ranks."""
         start = accel.clock(self.device)
         samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
@@ -187,16 +195,18 @@ class Trainer:
                 error = e
             agree(error)
         shaped = {}
-        if algo.per_token:
+        if advantages is not None:
+            for k, batch in enumerate(batches):
+                with alone(f"step {step}, {named(batches, k)}, advantages of the critic's ranks"):
+                    found = np.concatenate([np.zeros(0), *(advantages[s.uid] for s in batch.samples)])
+                    batch.advantages = torch.from_numpy(found).to(batch.advantages)
+        elif algo.per_token:
             policy = [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches]
             with alone(f"step {step}, rank {self.rank}, advantages per token"):
                 shaped = per_token(algo, batches, policy, self.device)
-        rate = learning_rate(step, self.cfg.train)
-        for prefix, (_, optimizer) in self.parts.items():
-            for group in optimizer.param_groups:
-                group["lr"] = rate * ((algo.critic_lr or self.cfg.train.lr) / self.cfg.train.lr if prefix else 1)
+        rate = self.set_rates(step)
         shaped |= self.train_critic(step, steps) if self.critic else {}
-        frozen = self.critic is not None and step <= algo.num_critic_only_steps
+        frozen = step <= algo.num_critic_only_steps
         sums = torch.zeros(len(steps), len(SUMS), dtype=torch.float64, device=self.device)
         worst = torch.tensor([0.0, stale.max(initial=0)], dtype=torch.float32, device=self.device)
         norms: list[float] = []  # of the steps that were taken
@@ -266,6 +276,14 @@ class Trainer:
             "perf/train_tokens_per_s": forwarded / seconds,
             **accel.memory(self.device),
         }
+
+    def set_rates(self, step: int) -> float:
+        """Learning rates of rollout step `step`; returns the model's."""
+        train, rate = self.cfg.train, learning_rate(step, self.cfg.train)
+        for prefix, (_, optimizer) in self.parts.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * ((self.cfg.algo.critic_lr or train.lr) / train.lr if prefix else 1)
+        return rate
 
     def train_critic(self, step: int, steps: list[list[Pack]]) -> dict[str, float]:
         """Its optimizer steps on the same micro-batches; a collective. Returns: metrics, the same on every rank."""

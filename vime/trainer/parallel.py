@@ -30,12 +30,12 @@ from vime.trainer.ring import ring_attention
 FACTORS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "index_topk")
 
 
-def init(rank: int, world: int, addr: str, port: int, timeout: float, offload: bool = False) -> torch.device:
+def init(rank: int, world: int, addr: str, port: int, timeout: float, offload: bool = False, first: int = 0) -> torch.device:
     """Join the process group, over the device's own collectives, with `offload` over gloo's for tensors in host memory. One fails after `timeout`
-    seconds. Returns this rank's device."""
+    seconds. `first`: ranks of another group whose devices come before this one's. Returns this rank's device."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    device, url = accel.claim(rank), f"tcp://{addr}:{port}"
+    device, url = accel.claim(first + rank), f"tcp://{addr}:{port}"
     backend = accel.BACKENDS[device.type]
     if offload and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"

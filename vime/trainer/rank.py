@@ -18,13 +18,16 @@ from vime.trainer.batch import RankPlan
 class Rank:
     """What Ray calls in the process. The trainer is imported here, and not in the driver, which saves half of a run's start."""
 
-    def __init__(self, stacks: Path, spec: Spec, cfg: Config, *args: Any):
+    def __init__(self, stacks: Path, spec: Spec, cfg: Config, rank: int, world: int, first: int = 0):
+        """`first`: where this is one of the critic's own ranks, how many the model has."""
+        from vime.trainer.apart import CriticTrainer
         from vime.trainer.engine import Trainer
 
-        self.trainer, self.stacks, self.spec, self.timeout = Trainer(cfg, *args), stacks, spec, cfg.train.step_timeout
+        self.trainer: Any = CriticTrainer(cfg, rank, world, first) if first else Trainer(cfg, rank, world)
+        self.stacks, self.spec, self.timeout = stacks, spec, cfg.train.step_timeout
         self.samples: list[Sample] = []
         self.lead = False  # of the ranks of this host that train the same samples: it records their spans
-        trace.start(cfg, f"trainer-{args[0]}")
+        trace.start(cfg, stacks.stem)
 
     def call(self, method: str, *args: Any) -> Any:
         held = self.samples
@@ -50,9 +53,13 @@ class Rank:
         self.samples, lost = self.feed.pull(step, refs)
         return lost
 
-    def train(self, step: int, plan: RankPlan) -> dict[str, float]:
+    def advantages(self, step: int, plan: RankPlan) -> Any:
+        return self.trainer.advantages(step, plan, self.samples)
+
+    def train(self, step: int, plan: RankPlan, *advantages: dict[int, Any]) -> Any:
+        """`advantages`: what each of the critic's own ranks made, where it has such."""
         samples, self.samples = self.samples, []
-        out = self.trainer.train(step, plan, samples)
+        out = self.trainer.train(step, plan, samples, advantages={uid: a for part in advantages for uid, a in part.items()} or None)
         if out:  # the step is done, not only a part of it
             seen, self.trainer.seen = self.trainer.seen, {}
             if seen:

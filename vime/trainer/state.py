@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 def share(parts: Parts, dtype: torch.dtype, copied: bool) -> Share:
     """This rank's share of a checkpoint; a collective. `copied`: in host memory, so that training may go on; else the live tensors."""
-    tensors, (_, whole) = tree(parts), whole_parts(parts[""][0], dtype, 1 << 30)
+    tensors, whole = tree(parts), whole_parts(parts[""][0], dtype, 1 << 30)[1] if "" in parts else ()
     full = {name: t for part in whole for name, t in part.items()}
     if copied:
         tensors = {k: {n: v.detach().to("cpu", copy=True) for n, v in part.items()} for k, part in tensors.items()}
@@ -55,19 +55,19 @@ def share(parts: Parts, dtype: torch.dtype, copied: bool) -> Share:
     return Share(tensors, full, torch.get_rng_state(), dtype)
 
 
-def save_share(folder: Path, part: Share, source: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write it into an existing folder; a collective of `group`. `source`: whose tokenizer goes along. Raises: VimeError on every rank."""
+def save_share(folder: Path, part: Share, source: Path, group: dist.ProcessGroup | None = None, at: str = "trainer") -> None:
+    """Write it into folder `at` of an existing one; a collective of `group`. `source`: whose tokenizer goes along. Raises: VimeError on every rank."""
     rank, error = dist.get_rank(), None
     try:
-        (folder / "trainer").mkdir(exist_ok=True)
-        if rank == 0:
+        (folder / at).mkdir(exist_ok=True)
+        if part.full:
             export(folder / "hf", part.full, source, part.dtype)
-        torch.save({"torch": part.rng}, folder / "trainer" / f"rng_{rank}.pt")
+        torch.save({"torch": part.rng}, folder / at / f"rng_{rank}.pt")
     except (OSError, RuntimeError, SafetensorError) as e:
         error = VimeError(f"checkpoint {folder.name} could not be written: {e}", FULL)
     agree(error, group)
     try:
-        dcp.save(part.tree, checkpoint_id=folder / "trainer", process_group=group)
+        dcp.save(part.tree, checkpoint_id=folder / at, process_group=group)
     except (CheckpointException, Exception) as e:  # the former is no Exception; it carries every rank's error to all of them
         raise VimeError(f"checkpoint {folder.name} could not be written: {last_line(e)}", FULL) from e
 
@@ -110,19 +110,19 @@ def export(folder: Path, tensors: dict[str, torch.Tensor], source: Path, dtype: 
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_rank(folder: Path, parts: Parts) -> None:
+def load_rank(folder: Path, parts: Parts, at: str = "trainer") -> None:
     """Weights, optimizer and, where this rank was saved, random state; a collective. Raises: VimeError naming what is not as this model needs."""
     wanted = tree(parts)
     try:
-        held = dcp.FileSystemReader(folder / "trainer").read_metadata()
+        held = dcp.FileSystemReader(folder / at).read_metadata()
         ranks: list[Any] = [None] * dist.get_world_size()  # where they have different layers, the checkpoint has those of all
         dist.all_gather_object(ranks, {f"{part}.{name}": tuple(v.shape) for part, tensors in wanted.items() for name, v in tensors.items()})
-        if fault := misfit({k: shape for rank in ranks for k, shape in rank.items()}, held) or cut_short(folder / "trainer", held):
+        if fault := misfit({k: shape for rank in ranks for k, shape in rank.items()}, held) or cut_short(folder / at, held):
             raise ValueError(fault)
-        dcp.load(wanted, checkpoint_id=folder / "trainer")
+        dcp.load(wanted, checkpoint_id=folder / at)
     except (CheckpointException, Exception) as e:
-        fix = "is it whole, of this model, and of a run with the same algo.advantage_estimator and [lora]? an earlier one may be"
+        fix = "is it whole, of this model, and of a run with the same algo.advantage_estimator, critic_ranks and [lora]? an earlier one may be"
         raise VimeError(f"checkpoint {folder} does not load: {last_line(e)}", fix) from e
-    rng = folder / "trainer" / f"rng_{dist.get_rank()}.pt"
+    rng = folder / at / f"rng_{dist.get_rank()}.pt"
     if rng.exists():
         torch.set_rng_state(torch.load(rng, weights_only=True)["torch"])
