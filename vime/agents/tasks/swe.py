@@ -204,7 +204,7 @@ def by_swebench(i: Instance, outcomes: dict[str, str]) -> bool:
         from swebench.harness.grading import get_eval_report
         from swebench.types import TestSpec
     except ImportError as e:
-        raise VimeError(f"args.cross_check: {said(e)}", "pip install 'swebench>=5,<6', or leave it out") from e
+        raise VimeError(f"args.cross_check: {said(e)}", "pip install vime[swebench], or leave it out") from e
     ids = [[n.split(" ")[0] for n in wanted] for wanted in (i.FAIL_TO_PASS, i.PASS_TO_PASS)]
     spec = TestSpec(i.instance_id, "", [], i.repo, i.version, *ids, log_parser="parse_log_pytest", eval_type="pass_and_fail")
     with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
