@@ -1,4 +1,4 @@
-"""Plug-ins for tests, of the kind that sees whole batches. Each notes that it ran in the file named by args.trace."""
+"""Plug-ins for tests, of the kind that sees whole batches. Each notes that it ran in the file named by args.notes."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from vime.sample import Sample
 
 
 def trace(args, **what):
-    with open(args.trace, "a") as f:
+    with open(args.notes, "a") as f:
         f.write(json.dumps(what) + "\n")
 
 

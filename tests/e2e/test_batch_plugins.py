@@ -15,7 +15,7 @@ def test_source_filters_and_postprocessing(tmp_path, tiny_model, reverse_prompts
         "buffer_filter": f"{HERE}:youngest_first", "sample_filter": f"{HERE}:drop_first", "all_samples_process": f"{HERE}:look",
         "data_postprocess": f"{HERE}:mask_last",
     }  # fmt: skip
-    changes = {"rollout": rollout, "train": {"steps": 3, "max_staleness": 1}, "algo": {"correction": "tis"}, "args": {"trace": str(tmp_path / "trace")}}
+    changes = {"rollout": rollout, "train": {"steps": 3, "max_staleness": 1}, "algo": {"correction": "tis"}, "args": {"notes": str(tmp_path / "trace")}}
     with job(tmp_path, tiny_model, reverse_prompts, **(changes | {"data": {"source": f"{HERE}:Words"}})) as j:
         assert j.run() == 0, j.printed[-3000:]
         assert j.run("--resume", "train.steps=4") == 0, j.printed[-3000:]
@@ -39,7 +39,7 @@ def test_source_filters_and_postprocessing(tmp_path, tiny_model, reverse_prompts
 
 def test_a_rollout_function_and_an_eval_function_of_the_users_own(tmp_path, tiny_model, reverse_prompts, tiny_server):
     rollout = {"engines": [tiny_server], "function": f"{HERE}:whole", "eval_function": f"{HERE}:whole", "batch_size": 4}
-    with job(tmp_path, tiny_model, reverse_prompts, rollout=rollout, train={"steps": 2, "skip_zero_advantage": False}, args={"trace": str(tmp_path / "trace")}) as j:
+    with job(tmp_path, tiny_model, reverse_prompts, rollout=rollout, train={"steps": 2, "skip_zero_advantage": False}, args={"notes": str(tmp_path / "trace")}) as j:
         assert j.run() == 0, j.printed[-3000:]
         assert [m.get("rollout/own") for m in j.metrics] == [None, 0.0, 1.0]
         assert [0 <= m["eval/own/reward"] <= 1 for m in j.metrics if m["step"] in (0, 2)] == [True, True]

@@ -119,7 +119,7 @@ def test_held_requests_go_on_with_the_new_adapter(cfg: Config, trainer: Trainer,
         for version, (model, *_) in models.items():
             want = score(model, PROMPT + choice.token_ids)[len(PROMPT) - 1 :]
             off = [(abs(a - b), v == version) for a, b, v in zip(choice.log_probs, want, choice.versions, strict=True)]
-            assert max((d for d, own in off if own), default=0) < 1e-4
+            assert max((d for d, own in off if own), default=0) < 5e-4  # float32 over 3,200 tokens: two products there, one of merged weights here
             assert max((d for d, own in off if not own), default=1) > 1e-2
     assert cut > 0
 

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import shlex
+import tempfile
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -42,9 +43,11 @@ async def connect(servers: dict[str, str], ctx: Context) -> list[Tool]:
 
     out: list[Tool] = []
     for name, at in servers.items():
+        log = ctx.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  the context closes it
         try:
             command, *args = shlex.split(at)
-            to: Any = at if at.startswith(("http://", "https://")) else stdio_client(StdioServerParameters(command=command, args=args))
+            how = StdioServerParameters(command=command, args=args)
+            to: Any = at if at.startswith(("http://", "https://")) else stdio_client(how, errlog=log)
             async with asyncio.timeout(ANSWER):
                 client = await ctx.enter_async_context(Client(to))
                 out += [Remote(client, about, name) for about in (await client.list_tools()).tools]
@@ -52,7 +55,9 @@ async def connect(servers: dict[str, str], ctx: Context) -> list[Tool]:
             cause = e
             while isinstance(cause, ExceptionGroup):
                 cause = cause.exceptions[0]
-            raise VimeError(f"MCP server {name!r} ({at}): {said(cause)}") from e
+            log.seek(0)
+            tail = log.read()[-2000:].strip()
+            raise VimeError(f"MCP server {name!r} ({at}): {said(cause)}", f"it wrote:\n{tail}" if tail else "") from e
     return out
 
 
