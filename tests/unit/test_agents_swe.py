@@ -195,7 +195,7 @@ def test_only_the_repair_is_resolved(instance, base):
     assert [row for row, g in grades.items() if g.resolved] == ["gold"]
     assert grades["gold"].outcomes.keys() >= {*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS}
     assert grades["conftest forges reports"].dropped["conftest.py"] == "protected"
-    assert "canaries" in grades["patch pytest from the package"].fault or "replaced" in grades["patch pytest from the package"].fault
+    assert any(w in grades["patch pytest from the package"].fault for w in ("canaries", "replaced", "forged"))
     assert "gc.get_objects" in grades["search the key by gc"].fault
     assert "did not write" in grades["print PASSED to every fd"].fault
     assert any("_pytest" in f for f in grades["patch pytest from the package"].flags) and not grades["gold"].flags
