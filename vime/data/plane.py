@@ -204,18 +204,17 @@ class Store:
         """Store groups, all or none. Raises: StoreFull, DuplicateKey; VimeError where the store does not answer."""
         heads = [layout(fields) for fields in items.values()]
         with self.lock:
+            objects: list[Any] = []
             if self.scattered:
-                pieces = [self.pieces(head, fields) for (head, _), fields in zip(heads, items.values())]
-                digests = [digest_of(p) for p in pieces]
-                places = self.write([*items], pieces) if items else []
+                objects = [self.pieces(head, fields) for (head, _), fields in zip(heads, items.values())]
             else:
-                arena, objects, at = self.arenas.take(sum(aligned(n) for _, n in heads)), [], 0
+                arena, at = self.arenas.take(sum(aligned(n) for _, n in heads)), 0
                 for (head, n), fields in zip(heads, items.values()):
                     objects.append(arena[at : at + n])
                     pack(head, fields, objects[-1])
                     at += aligned(n)
-                digests = [xxh3_64_intdigest(o.data) for o in objects]
-                places = self.write([*items], objects) if items else []
+            digests = [digest_of(o if self.scattered else [o]) for o in objects]
+            places = self.write([*items], objects) if items else []
         rows = zip(items, heads, digests, places, strict=True)
         return [Ref(key, n, digest, owner, len(head), place) for key, (head, n), digest, (owner, place) in rows]
 
