@@ -20,7 +20,7 @@ def test_halves_of_a_run_do_what_the_whole_does(tmp_path, tiny_model, reverse_pr
         for w in ways:
             names = {s["name"] for s in spans if s["attributes"].get("sample") == w["sample"]}
             assert {"sample", "prompt", "queue", "generate", "reward", "put", "lease", "publish"} <= names
-            assert 0 < w["stages"]["generate"] < w["seconds"] and w["stages"]["other"] < 0.7 * w["seconds"]
+            assert 0 < w["stages"]["generate"] <= w["seconds"] - w["stages"]["other"]
         assert {s["process"] for s in spans} == {"controller", "worker-0", "trainer-0"}
         assert any(s["name"] == "train" and s["attributes"].get("sample") is not None for s in spans)
         assert len(json.loads((whole.folder / "trace.json").read_text())["traceEvents"]) > len(spans)

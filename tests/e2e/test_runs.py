@@ -14,9 +14,10 @@ def test_numbers_of_ten_steps(tmp_path, tiny_model, reverse_prompts, tiny_server
         assert j.run() == 0, j.printed[-3000:]
         rows = [m for m in j.metrics if "train/loss" in m]
         assert [m["step"] for m in rows] == list(range(1, 11))
-        assert max(m["train/logprob_abs_diff"] for m in rows) < 1e-4
-        assert max(abs(m["train/ppo_kl_first"]) for m in rows) < 1e-6
-        assert max(abs(m["train/ppo_kl"]) for m in rows) > 1e-6, "the second optimizer step must be off-policy, else the check above shows nothing"
+        assert max(m.get("train/logprob_abs_diff", 0) for m in rows) < 1e-4
+        first = [abs(m["train/ppo_kl_first"]) for m in rows if "train/ppo_kl_first" in m]  # not of a first half whose rewards are all equal
+        assert len(first) >= 5 and max(first) < 1e-6
+        assert max(abs(m.get("train/ppo_kl", 0)) for m in rows) > 1e-6, "the second optimizer step must be off-policy, else the check above shows nothing"
 
 
 def test_run_folder(tmp_path, tiny_model, reverse_prompts, tiny_server):

@@ -200,6 +200,12 @@ def test_the_browser_goes_where_it_may(tmp_path: Path) -> None:
                 assert call.status == "error" and "secret" not in seen.text, url
             call, _ = await do("browser", action="click", x=5, y=5)
             assert call.status == "ok"
+            real = tool.allows
+            tool.allows = lambda url: real(url) and "b.html" not in url  # a link leads where it may not go, past the route
+            await ctx.state["page"].context.unroute_all()
+            await do("browser", action="goto", url=f"http://localhost:{port}/a.html")
+            call, seen = await do("browser", action="click", target="text=next")
+            assert call.status == "error" and "second" not in seen.text and ctx.state["page"].url == "about:blank"
         finally:
             await one.cleanup()
             await two.cleanup()

@@ -30,6 +30,8 @@ class Browser(Tool):
 
     async def run(self, args: Args, ctx: Context) -> Observation:
         page = ctx.state.get("page") or await self._open(ctx)
+        if args.action == "goto" and not self.allows(args.url):  # Chromium's own pages don't pass the route
+            raise ValueError(f"{args.url}: not one of the hosts or files this browser may open")
         match args.action:
             case "goto":
                 await page.goto(args.url)
@@ -45,6 +47,10 @@ class Browser(Tool):
                 await page.mouse.wheel(0, args.dy)
             case "back":
                 await page.go_back()
+        if not self.allows(page.url) and not page.url.startswith("chrome-error:"):  # a link or a script led there
+            left = page.url
+            await page.goto("about:blank")
+            raise ValueError(f"{left}: not one of the hosts or files this browser may open")
         text, cut = clipped(f"{page.url}\n{await page.title()}\n{await page.locator('body').aria_snapshot()}", self.max_chars)
         return Observation(text, [await page.screenshot()], truncated=cut)
 
