@@ -22,6 +22,7 @@ if grep -qF "$here/.venv" .venv/pyvenv.cfg 2>/dev/null; then
   [ ! -e "$stamp" ] || exit 0
   clear=
 else
+  [ ! -L .venv ] || die ".venv is a link to $(readlink -f .venv), an environment of another folder, and would be emptied: remove the link"
   clear=--clear  # none yet, or one made in another folder, whose scripts point there
 fi
 [ "$(uname -sm)" = "Linux x86_64" ] || die "there are vLLM wheels for Linux on x86_64 only, this is $(uname -sm); use a Linux machine or container"
