@@ -35,7 +35,7 @@ def train(arm: str, seed: int, a: argparse.Namespace) -> list[dict[str, float]]:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    p.add_argument("--steps", type=int, default=30)
+    p.add_argument("--steps", type=int, default=24)
     p.add_argument("--runs", type=Path, default=Path("runs"))
     p.add_argument("--model", type=Path, default=Path("models/hacking"))
     p.add_argument("--data", type=Path, default=Path("examples/hacking/data/train.jsonl"))
