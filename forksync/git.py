@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import weakref
 from pathlib import Path
 
 UNSIGNED, USAGE, OPEN, GATE, STUCK, SAFETY, ENVIRONMENT = 1, 2, 3, 4, 5, 6, 7  # exit codes; 0 is fine
@@ -31,6 +32,11 @@ def environment(**extra: str) -> dict[str, str]:
     """The environment without GIT_DIR and such, which hooks set and which would point our git elsewhere."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith(("GIT_AUTHOR", "GIT_COMMITTER", "GIT_SSH", "GIT_CONFIG"))}
     return kept | {"LC_ALL": "C", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_TERMINAL_PROMPT": "0"} | extra
+
+
+def ended(process: subprocess.Popen[bytes]) -> None:
+    """The process has seen the end of its input, and is reaped."""
+    process.communicate()
 
 
 class Git:
@@ -71,6 +77,7 @@ class Git:
         if self._cat is None:
             command = [*GIT, "-C", str(self.path), "cat-file", "--batch"]
             self._cat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment())
+            weakref.finalize(self, ended, self._cat)
         assert self._cat.stdin and self._cat.stdout
         self._cat.stdin.write(oid.encode() + b"\n")
         self._cat.stdin.flush()

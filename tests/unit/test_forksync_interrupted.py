@@ -11,6 +11,7 @@ import tomllib
 
 import pytest
 
+from forksync.git import Git
 from tests.unit import forksync_kit as kit
 from tests.unit.forksync_kit import commit, configure, git, run
 
@@ -144,3 +145,13 @@ def test_odd_settings_are_refused_all_at_once(toy, text, said, capsys):
     assert run(fork, "check") == 2
     err = capsys.readouterr().err
     assert all(s in err for s in said) and err.count("\n") == 1, err
+
+
+def test_no_git_outlives_its_reader(tmp_path):
+    """The process that serves reads ends with the object that reads, and is reaped."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    repo = Git(tmp_path)
+    assert repo.read(repo.write("text")) == b"text" and repo._cat
+    process = repo._cat
+    del repo
+    assert process.returncode == 0
