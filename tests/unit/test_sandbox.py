@@ -103,6 +103,7 @@ def test_shell_keeps_its_state_and_survives_what_is_run_in_it():
             assert (done.code, done.output) == (1, "/tmp\nf3\nwrong\n")
             assert (await shell.run("echo 'unfinished")).code != 0
             assert (await shell.run("cat; read x")).code is not None, "stdin is empty"
+            await shell.run("for i in 1 2 3 4 5 6 7 8; do (true); done")  # process 10 is listed before 2, the shell
             done = await shell.run("echo begun; sleep 100; echo not", timeout=0.5)
             assert done.timed_out and done.code is None and "begun" in done.output and "not" not in done.output
             assert (await shell.run("trap '' INT; bash -c 'trap \"\" INT; while :; do :; done'", timeout=0.5)).timed_out

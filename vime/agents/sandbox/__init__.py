@@ -21,9 +21,10 @@ from vime import hooks
 from vime.errors import VimeError
 
 SHELL = "PS1= PS2=; set +H +o history; exec 2>&1; read -r s </proc/$$/stat; set -- ${s##*) }; printf '\\n%s %d\\n' "
-# to every process of a session; SIGKILL not to its leader, which is the shell
-SIGNAL = """for p in /proc/[0-9]*; do read -r s 2>/dev/null <"$p/stat"; set -- "$1" "$2" ${s##*) }
-[ "$6" = "$2" ] && [ "$1 $6" != "KILL ${p#/proc/}" ] && kill -s "$1" "${p#/proc/}"; done"""
+# To every process of a session. SIGINT to its leader, the shell, first: one that sees a child end by it without having got it runs the rest of its
+# list. SIGKILL not to the leader
+SIGNAL = """[ "$1" = KILL ] || kill -s "$1" "$2"; for p in /proc/[0-9]*; do read -r s 2>/dev/null <"$p/stat"; set -- "$1" "$2" ${s##*) }
+[ "$6" = "$2" ] && [ "${p#/proc/}" != "$2" ] && kill -s "$1" "${p#/proc/}"; done"""
 LIST = """find . -type f -exec sha256sum {} + && find . -type l -exec sh -c 'for f; do echo "$(readlink "$f")  $f"; done' sh {} +"""
 CONTAINER = "vime.agents.sandbox.container:Container"
 GRACE = 1.0  # seconds that a command which ran out of time has to end after SIGINT
