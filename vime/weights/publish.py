@@ -33,35 +33,24 @@ class Publisher:
 
     def publish(self, model: PreTrainedModel, version: int, receivers: list[Receiver] | None = None) -> Published | None:
         """Write weights `version` under Hugging Face names, or send them to `receivers`; the files, on rank 0. A collective, all or nothing."""
-        if self.cfg.lora.adapter:
-            return self.adapter(model, version)
-        dtype = getattr(torch, server_dtype(self.cfg))
-        if receivers:
+        dtype, parts, head, out, error = getattr(torch, server_dtype(self.cfg)), None, None, None, None
+        if self.cfg.lora.adapter:  # these alone, under peft's names: every rank has them
+            own = {n.replace(".default.", "."): p.detach().cpu() for n, p in model.named_parameters() if ".lora_" in n}
+            tensors = {f"base_model.model.{n}": p for n, p in own.items()}
+            head = {"lora": json.dumps({"r": self.cfg.lora.rank, "lora_alpha": self.cfg.lora.alpha})}
+        elif receivers:
             return self.send(model, dtype, version, receivers)
-        tensors, parts = whole_parts(model, dtype, self.cfg.weights.buffer_size)
-        if self.cfg.weights.delta:  # rank 0 keeps all of them anyway
-            tensors = {name: t for part in parts for name, t in part.items()}
-        out, error = None, None
+        else:
+            tensors, parts = whole_parts(model, dtype, self.cfg.weights.buffer_size)
+        if parts and self.cfg.weights.delta:  # rank 0 keeps all of them anyway
+            tensors, parts = {name: t for part in parts for name, t in part.items()}, None
         if self.rank == 0:
             try:
-                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version, None if self.cfg.weights.delta else parts)
+                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version, parts, head)
             except VimeError as e:
                 error = e
-        for _ in parts:  # the other ranks, and rank 0 after an error: gathering is collective
+        for _ in parts or ():  # the other ranks, and rank 0 after an error: gathering is collective
             pass
-        agree(error)
-        return out
-
-    def adapter(self, model: PreTrainedModel, version: int) -> Published | None:
-        """Write the adapters alone, under peft's names: every rank has them, so only rank 0 does anything."""
-        out, error = None, None
-        if self.rank == 0:
-            own = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if ".lora_" in n}
-            tensors = {f"base_model.model.{n.replace('.default.', '.')}": p for n, p in own.items()}
-            try:
-                out = self.write(tensors, version, head={"lora": json.dumps({"r": self.cfg.lora.rank, "lora_alpha": self.cfg.lora.alpha})})
-            except VimeError as e:
-                error = e
         agree(error)
         return out
 
