@@ -37,7 +37,6 @@ class GroupReport:
     group_index: int
     metas: list[SampleMeta] = field(default_factory=list)
     dropped: str | None = None
-    spare: bool = False  # dropped, unless groups run short
     interrupted: bool = False
     oldest: int | None = None  # the oldest weight version among tokens that would be trained; None: there is none
     retries: int = 0  # generations redone because a server failed
@@ -116,8 +115,8 @@ class RolloutWorker:
             if await self._or_stop(self._score_all(done), stop) is None:
                 report.interrupted = True
                 return
-            report.dropped, report.spare = filters.verdict(keep, self.args, [s for s in done if not s.greedy])
-            report.metas = [] if report.dropped and not report.spare else [meta_of(s, self.cfg.reward.key) for s in done]
+            report.dropped = filters.verdict(keep, self.args, [s for s in done if not s.greedy])
+            report.metas = [] if report.dropped else [meta_of(s, self.cfg.reward.key) for s in done]
         except RewardError as e:
             if self.cfg.reward.on_error == "raise":
                 raise VimeError(*e.args) from e
@@ -278,7 +277,7 @@ class Actor(RolloutWorker):
         r = self.cfg.rollout
         kept = (r.partial_rollout or r.mask_offpolicy_prefix) and any(s.response_length for s in done)
         wanted = bool(self.cfg.log.eval_hook) if evaluation else not report.interrupted or kept
-        if wanted and (not report.dropped or report.spare):
+        if wanted and not report.dropped:
             with trace.span("put", [s.uid for s in done]):
                 report.ref = await self.put(report.group_index, done)
         return report
