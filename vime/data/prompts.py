@@ -89,8 +89,7 @@ class Prompts:
     def load_state(self, d: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises: VimeError where the order of samples would not be the same."""
         now = self.state()
-        changed = [f"{k} was {d.get(k)!r}, is {now[k]!r}" for k in now if k != "given" and d.get(k) != now[k]]
-        if changed:
+        if changed := [f"{k} was {d.get(k)!r}, is {now[k]!r}" for k in now if k != "given" and d.get(k) != now[k]]:
             fix = "resume with the data, tokenizer, chat template, seed and group size it began with, or start a new run"
             raise VimeError(f"{self.path}: not the prompts this run began with: {'; '.join(changed)}", fix)
         self.given = int(d["given"])
@@ -109,14 +108,11 @@ class Prompts:
         return [
             Sample(
                 group_index=g, index=g * n + i, rollout_id=g * n + i, prompt=row.text, tokens=row.tokens.tolist(), label=row.label,
-                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}", multimodal_inputs=_inputs(row),
+                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}",
+                multimodal_inputs={"images": [dict(i) for i in row.images], "token_ids": row.tokens.tolist()} if row.images else None,
             )
             for i in range(n)
         ]  # fmt: skip
-
-
-def _inputs(row: Row) -> dict[str, Any] | None:
-    return {"images": [dict(i) for i in row.images], "token_ids": row.tokens.tolist()} if row.images else None
 
 
 def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int, parse: Callable[..., Parsed]) -> list[Row]:
@@ -169,7 +165,6 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
     if not file.is_file():
         raise VimeError(f"no such prompt file: {file}", "a slice is written path@[a:b]" if "@" in file.name else "")
     if file.suffix == ".parquet":
-        import pyarrow
         import pyarrow.parquet
 
         try:
