@@ -10,7 +10,7 @@ from vime import hooks
 from vime.config import Config
 from vime.data.tokenizer import load
 from vime.errors import VimeError, said
-from vime.rollout.worker import finished
+from vime.rollout.worker import fill_in, finished
 from vime.sample import Sample, Status, meta_of
 
 if TYPE_CHECKING:
@@ -140,9 +140,7 @@ def whole_rollout(pool: Pool, args: hooks.Args) -> tuple[list[Flight], dict[str,
         for part, s in enumerate(group):
             if not finished(s):
                 raise VimeError(f"{at}: sample {s.index} is {s.status}", "add_samples() takes back what is not finished")
-            s.loss_mask = s.loss_mask or [1] * s.response_length
-            known = s.token_versions or [-1] * s.response_length
-            s.token_versions = [pool.version if v < 0 and trained else v for v, trained in zip(known, s.loss_mask)]
+            fill_in(s, pool.version)
             s.part = part if [o.index for o in group].count(s.index) > 1 else s.part
         f = pool.flight(group)
         settle(pool, f, group)

@@ -183,10 +183,7 @@ class RolloutWorker:
                     raise ValueError("it returned a sample that is still pending: set its status, ABORTED where it is to be continued")
                 s.index, s.group_index, s.rollout_id, s.part, s.greedy = index, group, rollout, part, greedy
                 s.remove_sample |= greedy
-                s.loss_mask = s.loss_mask or [1] * s.response_length  # unset: all of it is the model's, as in slime
-                if now.versions:  # a plug-in may not know who sampled its tokens: of those that can be it, the oldest is on the safe side
-                    known = s.token_versions or [-1] * s.response_length
-                    s.token_versions = [min(now.versions) if trained and v < 0 else v for v, trained in zip(known, s.loss_mask)]
+                fill_in(s, min(now.versions, default=None))  # of those that can have sampled it, the oldest is on the safe side
                 s.check()
             return out
         except VimeError:
@@ -326,6 +323,16 @@ class RewardError(VimeError):
 
 def finished(sample: Sample) -> bool:
     return sample.status not in (Status.PENDING, Status.ABORTED)
+
+
+def fill_in(sample: Sample, version: int | None) -> None:
+    """What a plug-in left open: without a loss mask all of the response is the model's, as in slime; trained tokens without a weight version are
+    taken to be of `version`, if one is known."""
+    n = sample.response_length
+    sample.loss_mask = sample.loss_mask or [1] * n
+    if version is not None:
+        known = sample.token_versions or [-1] * n
+        sample.token_versions = [version if trained and v < 0 else v for v, trained in zip(known, sample.loss_mask)]
 
 
 def others_than(version: int, newer: bool, before: list[Sample], after: list[Sample]) -> list[int]:
