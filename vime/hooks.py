@@ -6,7 +6,8 @@ A plug-in is a dotted path, "package.module:function" or "package.module.functio
 import importlib
 import inspect
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -137,10 +138,19 @@ def call(cfg: Config, key: str, *args: Any) -> Any:
     """Call the one plug-in set under `key`. Raises: VimeError naming key and path, whatever it raises."""
     (path,) = paths(cfg, key)
     fn = load(path, key)
-    try:
+    with blamed(f"{key} = {path!r} failed"):
         return fn(*args, **({"evaluation": key == "rollout.eval_function"} if "evaluation=" in POINTS[key].takes else {}))
-    except (Exception, SystemExit) as e:  # a plug-in may fail in any way
-        raise VimeError(f"{key} = {path!r} failed: {said(e)}") from e
+
+
+@contextmanager
+def blamed(what: str, through: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """What a plug-in raises becomes a VimeError that begins with `what`; it may fail in any way, by sys.exit(), too. `through`: passes as it is."""
+    try:
+        yield
+    except through:
+        raise
+    except (Exception, SystemExit) as e:
+        raise VimeError(f"{what}: {said(e)}") from e
 
 
 def loss_side(cfg: Config) -> dict[str, Callable[..., Any]]:

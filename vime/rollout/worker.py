@@ -171,7 +171,7 @@ class RolloutWorker:
         rollout = index if sample.rollout_id is None else sample.rollout_id
         now = Running(self.args, sample.session_id or f"group-{group}")
         running.set(now)  # of this task alone: all_of gives each call one
-        try:
+        with hooks.blamed(f"custom_generate {path!r} failed on {_name(sample)}", VimeError):
             fn = hooks.load(path, "rollout.custom_generate")
             got = await fn(self.args, sample, for_plugin(params), **hooks.accepted(fn, evaluation=bool(evaluation)))
             out = got if isinstance(got, list) else [got]
@@ -186,22 +186,16 @@ class RolloutWorker:
                 fill_in(s, min(now.versions, default=None))  # of those that can have sampled it, the oldest is on the safe side
                 s.check()
             return out
-        except VimeError:
-            raise
-        except (Exception, SystemExit) as e:  # a plug-in may fail in any way
-            raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {said(e)}") from e
 
     async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
         for fn, path in zip(self.hooks, self.cfg.rollout.sample_hook):
-            try:
+            with hooks.blamed(f"rollout.sample_hook {path!r} failed on {_name(sample)}"):
                 got = fn(self.args, sample, **hooks.accepted(fn, rollout_id=version, evaluation=bool(evaluation)))
                 got = await got if inspect.isawaitable(got) else got
                 if not isinstance(got, Sample | None):
                     raise TypeError(f"it returned {type(got).__name__}, neither a Sample nor None")
                 sample = got or sample
                 sample.make_plain()
-            except (Exception, SystemExit) as e:
-                raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {said(e)}") from e
         return sample
 
     async def _score_all(self, samples: list[Sample]) -> bool:
