@@ -6,14 +6,13 @@ A plug-in is a dotted path, "package.module:function" or "package.module.functio
 import importlib
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from vime.config import Config
-from vime.errors import VimeError, nearest, said
+from vime.errors import ANY, VimeError, blamed, nearest, said
 from vime.sample import Sample
 
 
@@ -138,19 +137,8 @@ def call(cfg: Config, key: str, *args: Any) -> Any:
     """Call the one plug-in set under `key`. Raises: VimeError naming key and path, whatever it raises."""
     (path,) = paths(cfg, key)
     fn = load(path, key)
-    with blamed(f"{key} = {path!r} failed"):
+    with blamed(f"{key} = {path!r} failed", *ANY):
         return fn(*args, **({"evaluation": key == "rollout.eval_function"} if "evaluation=" in POINTS[key].takes else {}))
-
-
-@contextmanager
-def blamed(what: str, through: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """What a plug-in raises becomes a VimeError that begins with `what`; it may fail in any way, by sys.exit(), too. `through`: passes as it is."""
-    try:
-        yield
-    except through:
-        raise
-    except (Exception, SystemExit) as e:
-        raise VimeError(f"{what}: {said(e)}") from e
 
 
 def loss_side(cfg: Config) -> dict[str, Callable[..., Any]]:

@@ -26,9 +26,10 @@ from typing import Any
 import orjson
 
 from vime.data.plane import Ref
-from vime.errors import VimeError, said
+from vime.errors import VimeError, blamed, said
 
 SYNCED = b'{"e":"done"'  # the line of an event that is synced begins with this
+INTACT = "is the disk full? checkpoints are intact: go on with --resume"
 
 
 @dataclass(slots=True)
@@ -202,10 +203,8 @@ class Ledger:
     def read(self) -> bool:
         """Apply the journal's events up to where a crash tore it, if it did. Returns whether there was a whole snapshot."""
         assert self.path
-        try:
+        with blamed(f"{self.path} cannot be read", OSError, fix=INTACT):
             lines = self.path.read_bytes().split(b"\n")[:-1]  # what has no newline is torn, whatever it looks like
-        except OSError as e:
-            raise self._refused("read", e) from e
         for i, line in enumerate(lines):
             try:
                 self.apply(orjson.loads(line))
@@ -221,15 +220,16 @@ class Ledger:
             if self._size > self._limit:
                 self.compact()
             line = encode(event)
-            try:
-                if self._file.write(line) < len(line):
-                    raise OSError("no space left")
-                if line.startswith(SYNCED):
-                    os.fsync(self._file.fileno())
-            except OSError as e:
-                with suppress(OSError):
-                    os.ftruncate(self._file.fileno(), self._size)
-                raise self._refused("written", e) from e
+            with blamed(f"{self.path} cannot be written", OSError, fix=INTACT):
+                try:
+                    if self._file.write(line) < len(line):
+                        raise OSError("no space left")
+                    if line.startswith(SYNCED):
+                        os.fsync(self._file.fileno())
+                except OSError:
+                    with suppress(OSError):
+                        os.ftruncate(self._file.fileno(), self._size)
+                    raise
             self._size += len(line)
         self.apply(event)
 
@@ -240,7 +240,7 @@ class Ledger:
         live = [(n, g.ref, g.whole, g.version, g.gone) for n, g in self.live.items()]
         line = encode({"e": "snapshot", "g": [], "live": live, "unfreed": list(self.unfreed.values())} | self.state())
         tmp = self.path.with_name(self.path.name + ".tmp")
-        try:
+        with blamed(f"{self.path} cannot be written", OSError, fix=INTACT):
             tmp.write_bytes(line)
             file = open(tmp, "ab", buffering=0)  # noqa: SIM115 (closed by the next)
             os.fsync(file.fileno())
@@ -248,8 +248,6 @@ class Ledger:
             folder = os.open(self.path.parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)
-        except OSError as e:
-            raise self._refused("written", e) from e
         if self._file:
             self._file.close()
         self._file, self._size, self._limit = file, len(line), max(self.compact_at, 4 * len(line))
@@ -317,9 +315,6 @@ class Ledger:
     def unreserve(self, g: Group) -> None:
         self.reserved -= g.reserved
         g.producer, g.reserved = None, 0
-
-    def _refused(self, what: str, e: OSError) -> VimeError:
-        return VimeError(f"{self.path} cannot be {what}: {said(e)}", "is the disk full? checkpoints are intact: go on with --resume")
 
 
 def as_ref(ref: Ref | dict[str, Any]) -> Ref:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vime import hooks
-from vime.errors import VimeError, nearest
+from vime.errors import ANY, VimeError, blamed, nearest
 from vime.hooks import DynamicFilterOutput
 from vime.sample import Sample
 
@@ -31,6 +31,6 @@ def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> 
     """Why the filter drops this group, if so. Raises: VimeError where it fails."""
     if fn is None:
         return None
-    with hooks.blamed(f"rollout.dynamic_filter = {args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}"):
+    with blamed(f"rollout.dynamic_filter = {args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}", *ANY):
         out = hooks.keeps(fn(args, samples))
     return None if out.keep else out.reason or "dynamic_filter"

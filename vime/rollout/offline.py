@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vime.config import Config
 from vime.data.plane import Ref
 from vime.data.prompts import Prompts
-from vime.errors import VimeError, said
+from vime.errors import blamed
 from vime.rollout.pool import Flight
 from vime.sample import Sample, meta_of
 
@@ -60,10 +60,9 @@ class Recorded(Offline):
 
     def take(self) -> list[Flight]:
         file = recorded(self.cluster.cfg.debug.train_only or "", self.version + 1)
-        try:
+        fix = "debug.train_only is the folder of a run with debug.save_rollouts"
+        with blamed(f"{file} cannot be read", OSError, ValueError, TypeError, KeyError, fix=fix):
             groups = [[Sample.from_dict(d) for d in row] for row in map(json.loads, file.read_text().splitlines()) if row]
-        except (OSError, ValueError, TypeError, KeyError) as e:
-            raise VimeError(f"{file} cannot be read: {said(e)}", "debug.train_only is the folder of a run with debug.save_rollouts") from e
         for s in (s for group in groups for s in group):
             s.token_versions = [v if 0 <= v <= self.version or not m else self.version for v, m in zip(s.token_versions, s.loss_mask)]
         return self.flights(groups, self.cluster.cfg.reward.key)

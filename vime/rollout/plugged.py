@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vime import hooks
 from vime.config import Config
 from vime.data.tokenizer import load
-from vime.errors import VimeError
+from vime.errors import ANY, VimeError, blamed
 from vime.rollout.worker import fill_in, finished
 from vime.sample import Sample, Status, meta_of
 
@@ -28,7 +28,7 @@ class UserPrompts:
             self.source = hooks.load(cfg.data.source or "", "data.source")(args)
 
     def _blamed(self, what: str) -> AbstractContextManager[None]:
-        return hooks.blamed(f"{self.path}: {what} failed", VimeError)
+        return blamed(f"{self.path}: {what} failed", *ANY, through=VimeError)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -17,7 +17,7 @@ from vime.data.payload import fields_of, samples_of
 from vime.data.plane import Lost, Ref, Spec, StoreFull, open_store
 from vime.data.prompts import Prompts
 from vime.data.records import read_groups
-from vime.errors import VimeError, said
+from vime.errors import ANY, VimeError, blamed, said
 from vime.observe import trace
 from vime.rollout import filters
 from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
@@ -171,7 +171,7 @@ class RolloutWorker:
         rollout = index if sample.rollout_id is None else sample.rollout_id
         now = Running(self.args, sample.session_id or f"group-{group}")
         running.set(now)  # of this task alone: all_of gives each call one
-        with hooks.blamed(f"custom_generate {path!r} failed on {_name(sample)}", VimeError):
+        with blamed(f"custom_generate {path!r} failed on {_name(sample)}", *ANY, through=VimeError):
             fn = hooks.load(path, "rollout.custom_generate")
             got = await fn(self.args, sample, for_plugin(params), **hooks.accepted(fn, evaluation=bool(evaluation)))
             out = got if isinstance(got, list) else [got]
@@ -189,7 +189,7 @@ class RolloutWorker:
 
     async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
         for fn, path in zip(self.hooks, self.cfg.rollout.sample_hook):
-            with hooks.blamed(f"rollout.sample_hook {path!r} failed on {_name(sample)}"):
+            with blamed(f"rollout.sample_hook {path!r} failed on {_name(sample)}", *ANY):
                 got = fn(self.args, sample, **hooks.accepted(fn, rollout_id=version, evaluation=bool(evaluation)))
                 got = await got if inspect.isawaitable(got) else got
                 if not isinstance(got, Sample | None):
