@@ -1,8 +1,11 @@
 """One kind of error for a person: what happened, where, what to do. The CLI prints it and exits 1, without a traceback."""
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MANY = 12  # names in a list
+ANY = (Exception, SystemExit)  # what a plug-in may fail with
 
 
 class VimeError(Exception):
@@ -29,3 +32,14 @@ def said(e: BaseException) -> str:
     """Type and message of an exception in one line of at most 300 characters."""
     text = " ".join(f"{type(e).__name__}: {e}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+@contextmanager
+def blamed(what: str, *kinds: type[BaseException], fix: str = "", through: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """An error of these `kinds` becomes a VimeError: `what`, then the error's type and message. One of `through` passes as it is."""
+    try:
+        yield
+    except through:
+        raise
+    except kinds as e:
+        raise VimeError(f"{what}: {said(e)}", fix) from e

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ledger_world import unsettled
-from vime.data.journal import insert, inside
-from vime.data.ledger import Ledger
+from vime.data.ledger import Ledger, insert, inside
 from vime.data.plane import Ref
 from vime.errors import VimeError
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from vime.data.plane import START, Arenas, DuplicateKey, Ranges, Ref, Spec, Store, StoreFull, aligned, attempt, key_of, windows, within
-from vime.errors import VimeError
+from vime.errors import VimeError, blamed
 from vime.procs import free_port
 
 PATIENCE = 3.0  # seconds for a master that starts to answer, and for room to come
@@ -120,10 +120,8 @@ class Mooncake(Store):
             self.here = self.where([probe])[probe][0]
 
     def ask(self, method: str, *args: Any) -> Any:
-        try:
+        with blamed(f"Mooncake at {self.spec.master}: {method}", TimeoutError, fix="does its master run? is a storage host gone?"):
             return within(self.timeout, getattr(self.store, method), *args)
-        except TimeoutError as e:
-            raise VimeError(f"Mooncake at {self.spec.master}: {method}: {e}", "does its master run? is a storage host gone?") from e
 
     def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
         there = self.ask("batch_is_exist", keys)

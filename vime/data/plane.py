@@ -23,7 +23,7 @@ from urllib.parse import quote
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from vime.errors import VimeError, said
+from vime.errors import VimeError, blamed, said
 from vime.procs import Child, free_port, spawn
 from vime.sections import DataPlaneConfig
 
@@ -387,11 +387,9 @@ class Controller(RayRefs):
     """The naive baseline, to compare with."""
 
     def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
-        try:
+        with blamed("the process that all samples go through", ValueError, ray().exceptions.RayError, fix="it is Plane's, and ends with it"):
             hub = ray().get_actor(f"hub-{self.spec.run}")
             return [("", at) for at in ray().get(hub.put.remote(objects), timeout=self.timeout)]
-        except (ValueError, ray().exceptions.RayError) as e:
-            raise VimeError(f"the process that all samples go through: {said(e)}", "it is Plane's, and ends with it") from e
 
 
 def ray() -> Any:

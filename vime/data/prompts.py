@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from vime.config import DataConfig
 from vime.data import images
 from vime.data.tokenizer import Tokenizer
-from vime.errors import VimeError, nearest, said
+from vime.errors import VimeError, blamed, nearest, said
 from vime.sample import Sample, plain
 
 MARK, PART = "<image>", ("image", "image_url")
@@ -89,8 +89,7 @@ class Prompts:
     def load_state(self, d: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises: VimeError where the order of samples would not be the same."""
         now = self.state()
-        changed = [f"{k} was {d.get(k)!r}, is {now[k]!r}" for k in now if k != "given" and d.get(k) != now[k]]
-        if changed:
+        if changed := [f"{k} was {d.get(k)!r}, is {now[k]!r}" for k in now if k != "given" and d.get(k) != now[k]]:
             fix = "resume with the data, tokenizer, chat template, seed and group size it began with, or start a new run"
             raise VimeError(f"{self.path}: not the prompts this run began with: {'; '.join(changed)}", fix)
         self.given = int(d["given"])
@@ -109,14 +108,11 @@ class Prompts:
         return [
             Sample(
                 group_index=g, index=g * n + i, rollout_id=g * n + i, prompt=row.text, tokens=row.tokens.tolist(), label=row.label,
-                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}", multimodal_inputs=_inputs(row),
+                metadata=copy.deepcopy(row.metadata), session_id=f"{kind}-{g}",
+                multimodal_inputs={"images": [dict(i) for i in row.images], "token_ids": row.tokens.tolist()} if row.images else None,
             )
             for i in range(n)
         ]  # fmt: skip
-
-
-def _inputs(row: Row) -> dict[str, Any] | None:
-    return {"images": [dict(i) for i in row.images], "token_ids": row.tokens.tolist()} if row.images else None
 
 
 def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int, parse: Callable[..., Parsed]) -> list[Row]:
@@ -124,10 +120,8 @@ def _rows(data: DataConfig, path: str, tokenizer: Tokenizer, max_prompt_len: int
     m = SLICE.fullmatch(path)
     file = Path(m["path"] if m else path)
     bounds = slice(*(int(x) if x else None for x in (m["start"], m["stop"]))) if m else slice(None)
-    try:
+    with blamed(f"{file}: it cannot be read", OSError, ValueError):
         records = list(_records(file, data))[bounds]
-    except (OSError, ValueError) as e:
-        raise VimeError(f"{file}: it cannot be read: {said(e)}") from e
     bad: list[tuple[str, str]] = []  # place, fault
     found: list[tuple[str, str, Any, Any, list[dict[str, str]]]] = []  # place, rendered prompt, label, metadata, images
     for place, record in records:
@@ -169,22 +163,17 @@ def _records(file: Path, data: DataConfig) -> Iterator[tuple[str, Any]]:
     if not file.is_file():
         raise VimeError(f"no such prompt file: {file}", "a slice is written path@[a:b]" if "@" in file.name else "")
     if file.suffix == ".parquet":
-        import pyarrow
         import pyarrow.parquet
 
-        try:
+        with blamed(f"{file}: not a readable parquet file", pyarrow.ArrowException, OSError):
             table = pyarrow.parquet.read_table(file)
-        except (pyarrow.ArrowException, OSError) as e:
-            raise VimeError(f"{file}: not a readable parquet file: {e}") from e
         if data.input_key not in table.column_names:
             raise VimeError(f"{file}: no column {data.input_key!r} (data.input_key)", nearest(data.input_key, table.column_names))
         wanted = {data.input_key, data.label_key, data.metadata_key, data.response_key, data.chosen_key, data.rejected_key, data.image_key}
         table = table.select([key for key in table.column_names if key in wanted])
-        try:
+        types = ", ".join(f"{f.name!r} {f.type}" for f in table.schema)
+        with blamed(f"{file}: a column of {types} has no counterpart in Python", pyarrow.ArrowException, ValueError, KeyError):
             rows = table.to_pylist()
-        except (pyarrow.ArrowException, ValueError, KeyError) as e:
-            types = ", ".join(f"{f.name!r} {f.type}" for f in table.schema)
-            raise VimeError(f"{file}: a column of {types} has no counterpart in Python: {said(e)}") from e
         yield from ((f"{file}: row {i}", row) for i, row in enumerate(rows))
         return
     if file.suffix not in (".jsonl", ".json"):

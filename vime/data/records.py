@@ -11,7 +11,7 @@ import orjson
 
 from vime.data.payload import samples_of
 from vime.data.plane import Lost, Ref, Spec, open_store
-from vime.errors import VimeError, said
+from vime.errors import VimeError, blamed
 from vime.sample import Sample, meta_of
 
 
@@ -27,14 +27,12 @@ def write_groups(path: str, *groups: list[Sample] | None) -> None:
 
 
 def read_groups(path: str, ready: list[bool], key: str | None) -> list[Any]:
-    try:
+    with blamed(f"{path} is damaged", OSError, ValueError, TypeError, KeyError, fix="remove its checkpoint: a resume then takes the one before it"):
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         groups = [None if row is None else [Sample.from_dict(d) for d in row] for row in rows]
         if [] in groups:
             raise ValueError("a group without samples")
         return [[[meta_of(s, key) for s in g or ()] if done else [] for g, done in zip(groups, ready, strict=True)], *groups]
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        raise VimeError(f"{path} is damaged: {said(e)}", "remove its checkpoint: a resume then takes the one before it") from e
 
 
 def dump_samples(path: str, *groups: list[Sample] | None) -> None:

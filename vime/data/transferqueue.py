@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from vime.data.plane import DuplicateKey, Ref, Spec, Store, StoreFull, key_of, ray, sized, within
-from vime.errors import VimeError, said
+from vime.errors import VimeError, blamed, said
 
 ACTOR = {"name": "TransferQueueController", "namespace": "transfer_queue"}  # TransferQueue's own, one in a Ray cluster
 ATTEMPTS = 3
@@ -63,10 +63,8 @@ class Queue(Store):
         self.ask(self.tq.init)
 
     def ask(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with blamed("TransferQueue", ValueError, RuntimeError, OSError, fix="see data_plane.timeout"):
             return within(self.timeout, lambda: call(*args, **kwargs))
-        except (ValueError, RuntimeError, OSError) as e:
-            raise VimeError(f"TransferQueue: {said(e)}", "see data_plane.timeout") from e
 
     def write(self, keys: list[str], objects: list[Any]) -> list[tuple[str, Any]]:
         import torch

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vime import hooks
-from vime.errors import VimeError, nearest, said
+from vime.errors import ANY, VimeError, blamed, nearest
 from vime.hooks import DynamicFilterOutput
 from vime.sample import Sample
 
@@ -27,13 +27,10 @@ def resolve(path: str | None) -> Callable[..., Any] | None:
     return hooks.load(path, "rollout.dynamic_filter")
 
 
-def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> tuple[str | None, bool]:
-    """Why the filter drops this group, if so, and whether it is a spare: taken rather than drawing more. Raises: VimeError where it fails."""
+def verdict(fn: Callable[..., Any] | None, args: Any, samples: list[Sample]) -> str | None:
+    """Why the filter drops this group, if so. Raises: VimeError where it fails."""
     if fn is None:
-        return None, False
-    try:
+        return None
+    with blamed(f"rollout.dynamic_filter = {args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}", *ANY):
         out = hooks.keeps(fn(args, samples))
-    except (Exception, SystemExit) as e:  # a plug-in may fail in any way
-        what = f"{args.rollout.dynamic_filter!r} failed on group {samples[0].group_index}: {said(e)}"
-        raise VimeError(f"rollout.dynamic_filter = {what}") from e
-    return (None, False) if out.keep else (out.reason or "dynamic_filter", out.keep_when_insufficient)
+    return None if out.keep else out.reason or "dynamic_filter"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vime.errors import VimeError, said
 from vime.rollout import gauges
-from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, RESUME, START, UPDATE, EngineClient, EngineDown, EngineSlow
+from vime.rollout.http import ABORT, DRAFT_START, FINISH, INIT, PAUSE, RESUME, SLEEP, START, UPDATE, WAKE_UP, EngineClient, EngineDown, EngineSlow
 from vime.rollout.router import Router
 from vime.weights import UNTOUCHED, Canary, Receiver
 
@@ -32,15 +32,14 @@ class Weights(NamedTuple):
 
 class Fleet:
     """All servers of a run, by index. restart(i) blocks until server i is up again and returns its URL, another one where its node was lost;
-    None where all were started elsewhere, as those in `external` were. The draft model of those in `drafts` is the policy itself. Sync
+    None where all were started elsewhere, as those in `external` were. The draft model of those in `.drafts` is the policy itself. Sync
     methods; the HTTP calls run in a private event loop thread. Publishing, healing and whoever holds `lock` exclude each other."""
 
     def __init__(
-        self, urls: list[str], restart: Callable[[int], str] | None, router: Router | None, in_flight: str = "keep",
-        external: Iterable[int] = (), drafts: Iterable[int] = (),
-    ):  # fmt: skip
+        self, urls: list[str], restart: Callable[[int], str] | None, router: Router | None, in_flight: str = "keep", external: Iterable[int] = ()
+    ):
         self.urls, self.restart, self.router, self.in_flight = list(urls), restart, router, in_flight
-        self.external, self.drafts = set(external), set(drafts)
+        self.external, self.drafts = set(external), set[int]()
         self.out = set[int]()  # those that `vime engines` took out; they get no requests and no weights
         self.counts = {"engine_restarts": 0, "router_restarts": 0, "idle_alarm": 0}
         self.changed: Callable[[], None] = lambda: None  # called when a server or the router has another process, or their number changed
@@ -121,13 +120,13 @@ class Fleet:
         return self._run(self._clients[i].weight_version(timeout=10))
 
     def sleep(self, level: int) -> None:
-        """Free the servers' memory for the trainer; `wake` must follow. Level 2 drops the weights: a publish must follow, too."""
+        """Free the servers' memory for the trainer; `wake` must follow. Weights go to the host (1), or are dropped (2): a publish must follow, too."""
         with self.lock:
-            self._each(lambda c: c.sleep(level))
+            self._each(lambda c: c.post(SLEEP, timeout=600, level=str(level), mode="wait"))  # for running requests
 
     def wake(self) -> None:
         with self.lock:
-            self._each(lambda c: c.wake_up())
+            self._each(lambda c: c.post(WAKE_UP, timeout=600))
 
     def _each(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]], which: Iterable[int] | None = None) -> None:
         """On every server, or `which`, at once; a dead one is left to the watch, which restarts it."""
@@ -150,7 +149,7 @@ class Fleet:
         with self.lock:
             for i in self.serving():
                 self._mend(i)
-            self._each(lambda c: c.pause(self.in_flight))
+            self._each(self._pause)
             return [Receiver(i, self.urls[i], self._run(self._clients[i].world_size()), self.loads) for i in self.serving()]
 
     def publish(
@@ -174,17 +173,13 @@ class Fleet:
                 raise refused[0]
             self._current = wanted
 
-    async def _apply_to(self, servers: list[int], w: Weights) -> list[VimeError | None]:
+    async def _pause(self, c: EngineClient) -> None:
+        """Freeze the server between two tokens until RESUME. Requests stay, or with mode "abort" end at once and give back what they have."""
+        await c.post(PAUSE, mode=self.in_flight)
+
+    async def _apply_to(self, servers: list[int], w: Weights) -> list[BaseException | None]:
         """Update them all; the error of each that has one."""
-
-        async def attempt(i: int) -> VimeError | None:
-            try:
-                await self._apply(i, w)
-            except VimeError as e:
-                return e
-            return None
-
-        return await asyncio.gather(*map(attempt, servers))
+        return await asyncio.gather(*(self._apply(i, w) for i in servers), return_exceptions=True)
 
     async def _apply(self, i: int, w: Weights) -> None:
         """Update server i in place. It stays paused where it fails midway: its model may be half loaded. EngineDown says so."""
@@ -195,7 +190,7 @@ class Fleet:
         info = {"update_info": {"path": path, "deltas": w.deltas}}
         self.loads += 1
         await c.post(INIT, {"init_info": {}})
-        await c.pause(self.in_flight)
+        await self._pause(c)
         await c.post(START)
         try:
             await c.post(UPDATE, info, timeout=1800)
@@ -296,7 +291,7 @@ class Fleet:
         elsewhere = self.restart is None or i in self.external
         if self._closed.is_set() or i in self.out or state == self._version() or (state is None and elsewhere):
             return  # a server started elsewhere gets its weights when it is back
-        fault: VimeError | None = None
+        fault: BaseException | None = None
         if state is not None and self._current:  # restarted by someone else, so it serves its first weights
             (fault,) = self._run(self._apply_to([i], self._current))
         if state is None or fault:

@@ -179,20 +179,9 @@ class EngineClient:
     async def health(self, timeout: float = 10) -> None:
         await self._call("GET", HEALTH, timeout=timeout)
 
-    async def pause(self, mode: str = "keep") -> None:
-        """Freeze the server between two tokens until RESUME. Requests stay, or with mode "abort" end at once and give back what they have."""
-        await self._call("POST", PAUSE, query={"mode": mode})
-
-    async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> None:
-        """A control call without an answer: RESUME, and INIT, START, UPDATE, FINISH of a weight update."""
-        await self._call("POST", path, body, timeout=timeout)
-
-    async def sleep(self, level: int) -> None:
-        """Wait for running requests and free the accelerator's memory: weights go to the host (1) or are dropped (2)."""
-        await self._call("POST", SLEEP, query={"level": str(level), "mode": "wait"}, timeout=600)
-
-    async def wake_up(self) -> None:
-        await self._call("POST", WAKE_UP, timeout=600)
+    async def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60, **query: str) -> None:
+        """A control call without an answer: PAUSE and RESUME, SLEEP and WAKE_UP, and INIT, START, UPDATE, FINISH of a weight update."""
+        await self._call("POST", path, body, query=query, timeout=timeout)
 
     async def metrics(self, timeout: float = 10) -> str:
         return (await self._call("GET", METRICS, timeout=timeout)).decode(errors="replace")

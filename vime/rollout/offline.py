@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vime.config import Config
 from vime.data.plane import Ref
 from vime.data.prompts import Prompts
-from vime.errors import VimeError, said
+from vime.errors import blamed
 from vime.rollout.pool import Flight
 from vime.sample import Sample, meta_of
 
@@ -24,12 +24,14 @@ class Offline:
         self.batch, self.cluster, self.examples, self.version = cfg.rollout.batch_size, cluster, examples, step - 1
 
     def take(self) -> list[Flight]:
-        out = []
-        for group in self.examples.next(self.batch):
-            for s in group:
-                s.token_versions = [v if v < 0 else self.version for v in s.token_versions]
-            out.append(Flight(group[0].group_index, group[0].group_index, self.version, [meta_of(s) for s in group], self.cluster.put(group)))
-        return out
+        groups = self.examples.next(self.batch)
+        for s in (s for group in groups for s in group):
+            s.token_versions = [v if v < 0 else self.version for v in s.token_versions]
+        return self.flights(groups)
+
+    def flights(self, groups: list[list[Sample]], key: str | None = None) -> list[Flight]:
+        numbered = [(group[0].group_index, group) for group in groups]
+        return [Flight(n, n, self.version, [meta_of(s, key) for s in group], self.cluster.put(group)) for n, group in numbered]
 
     def trained(self, step: int, batch: list[Flight]) -> list[Ref]:
         self.version = step
@@ -57,17 +59,13 @@ class Recorded(Offline):
     this run, as with rollout_only, counts as fresh."""
 
     def take(self) -> list[Flight]:
-        file, out = recorded(self.cluster.cfg.debug.train_only or "", self.version + 1), []
-        try:
+        file = recorded(self.cluster.cfg.debug.train_only or "", self.version + 1)
+        fix = "debug.train_only is the folder of a run with debug.save_rollouts"
+        with blamed(f"{file} cannot be read", OSError, ValueError, TypeError, KeyError, fix=fix):
             groups = [[Sample.from_dict(d) for d in row] for row in map(json.loads, file.read_text().splitlines()) if row]
-        except (OSError, ValueError, TypeError, KeyError) as e:
-            raise VimeError(f"{file} cannot be read: {said(e)}", "debug.train_only is the folder of a run with debug.save_rollouts") from e
-        for group in groups:
-            for s in group:
-                s.token_versions = [v if 0 <= v <= self.version or not m else self.version for v, m in zip(s.token_versions, s.loss_mask)]
-            n, metas = group[0].group_index, [meta_of(s, self.cluster.cfg.reward.key) for s in group]
-            out.append(Flight(n, n, self.version, metas, self.cluster.put(group)))
-        return out
+        for s in (s for group in groups for s in group):
+            s.token_versions = [v if 0 <= v <= self.version or not m else self.version for v, m in zip(s.token_versions, s.loss_mask)]
+        return self.flights(groups, self.cluster.cfg.reward.key)
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vime import hooks
 from vime.config import Config
 from vime.data.tokenizer import load
-from vime.errors import VimeError, said
-from vime.rollout.worker import finished
+from vime.errors import ANY, VimeError, blamed
+from vime.rollout.worker import fill_in, finished
 from vime.sample import Sample, Status, meta_of
 
 if TYPE_CHECKING:
@@ -25,28 +24,27 @@ class UserPrompts:
     def __init__(self, cfg: Config, args: hooks.Args):
         self.cfg, self.given = cfg, 0
         self.path = f"data.source = {cfg.data.source!r}"
-        self.source = self._of_user("it", lambda: hooks.load(cfg.data.source or "", "data.source")(args))
+        with self._blamed("it"):
+            self.source = hooks.load(cfg.data.source or "", "data.source")(args)
 
-    def _of_user(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except VimeError:
-            raise
-        except (Exception, SystemExit) as e:  # a plug-in may fail in any way
-            raise VimeError(f"{self.path}: {what} failed: {said(e)}") from e
+    def _blamed(self, what: str) -> AbstractContextManager[None]:
+        return blamed(f"{self.path}: {what} failed", *ANY, through=VimeError)
 
     def __len__(self) -> int:
         return len(self.source)
 
     def next(self, k: int) -> list[list[Sample]]:
-        groups, want = self._of_user("get_samples", lambda: self.source.get_samples(k)), self.cfg.rollout.n_samples_per_prompt
+        want = self.cfg.rollout.n_samples_per_prompt
+        with self._blamed("get_samples"):
+            groups = self.source.get_samples(k)
         if len(groups) != k or any(len(g) != want for g in groups):
             what = f"get_samples({k}) gave groups of {[len(g) for g in groups]} samples"
             raise VimeError(f"{self.path}: {what}", f"{k} of rollout.n_samples_per_prompt = {want} are needed")
         for g, group in enumerate(groups, self.given):
             for i, s in enumerate(group):
                 s.group_index, s.index, s.rollout_id, s.session_id = g, g * want + i, g * want + i, f"group-{g}"
-                self._of_user(f"prompt {g}", partial(self._made_ready, s))
+                with self._blamed(f"prompt {g}"):
+                    self._made_ready(s)
         self.given += k
         return groups
 
@@ -59,14 +57,16 @@ class UserPrompts:
 
     def state(self) -> dict[str, Any]:
         """The user's object saves its own state under the number of groups given out."""
-        self._of_user("save", lambda: self.source.save(self.given))
+        with self._blamed("save"):
+            self.source.save(self.given)
         return {"given": self.given, "source": self.cfg.data.source}
 
     def load_state(self, d: dict[str, Any]) -> None:
         if d.get("source") != self.cfg.data.source:
             raise VimeError(f"{self.path}: this run began with {d.get('source')!r}")
         self.given = d["given"]
-        self._of_user("load", lambda: self.source.load(self.given))
+        with self._blamed("load"):
+            self.source.load(self.given)
 
 
 class Buffer:
@@ -140,9 +140,7 @@ def whole_rollout(pool: Pool, args: hooks.Args) -> tuple[list[Flight], dict[str,
         for part, s in enumerate(group):
             if not finished(s):
                 raise VimeError(f"{at}: sample {s.index} is {s.status}", "add_samples() takes back what is not finished")
-            s.loss_mask = s.loss_mask or [1] * s.response_length
-            known = s.token_versions or [-1] * s.response_length
-            s.token_versions = [pool.version if v < 0 and trained else v for v, trained in zip(known, s.loss_mask)]
+            fill_in(s, pool.version)
             s.part = part if [o.index for o in group].count(s.index) > 1 else s.part
         f = pool.flight(group)
         settle(pool, f, group)

@@ -39,7 +39,6 @@ class Flight:
     oldest: int  # weight version of the oldest token that will be trained; while there is none, of the weights it was started with, or UNBOUND
     metas: list[SampleMeta] = field(default_factory=list)  # once it is finished
     data: Ref | None = None  # where the finished samples are
-    reason: str = ""  # of a spare: why it was filtered
     origin: Task | None = None  # its prompt, to begin anew from
     born: int = field(default_factory=time.time_ns)  # for its samples' spans, and so are the next two: when it was finished, and taken
     ready: int = 0
@@ -85,7 +84,6 @@ class Pool:
         self.running: dict[int, Flight] = {}
         self.ready: list[Flight] = []
         self.streamed: list[Flight] = []  # this step's, taken by `stream` already
-        self.spares: list[Flight] = []  # filtered out of this step's batch, unless groups run short
         self.counts: Counter[str] = Counter()  # since the last take
         self.wave = 0  # number of the current submissions, for interrupting them
         r = cfg.rollout
@@ -113,7 +111,7 @@ class Pool:
         target = room if self.cfg.train.mode == "async" else min(self.target, room) if self.bound else self.target
         if self.cfg.train.mode == "sync" and self.choose() is not None:
             return
-        while len(self.running) + len(self.ready) + len(self.spares) + len(self.streamed) < target:
+        while len(self.running) + len(self.ready) + len(self.streamed) < target:
             flight = self.waiting.pop(0) if self.waiting else self.drawn()
             if not self.ledger.reserve(flight.group_index, "", self.typical):
                 self.counts["held_back"] += 1
@@ -139,10 +137,7 @@ class Pool:
         if data is not None:
             self.typical = max(data.nbytes, self.typical * 9 // 10)
             self.ledger.publish(flight.group_index, data, self.version, whole=not report.interrupted)
-        if report.spare:
-            flight.metas, flight.data, flight.reason = report.metas, data, report.dropped or ""
-            self.spares.append(flight)
-        elif report.dropped:
+        if report.dropped:
             self.counts[f"dropped_{report.dropped}"] += 1
             self.ledger.drop([flight.group_index], report.dropped)
         elif report.interrupted:
@@ -188,9 +183,8 @@ class Pool:
         """The next step's batch in parts, as groups finish; `lost` takes back from the last part. Raises: as take."""
         self.fill()
         while room := self.batch - len(self.streamed):
-            part = self.ready[:room] if self.ready or self.running else self.spares[:room]
-            if part:
-                self.ready = [f for f in self.ready if f not in part]
+            if part := self.ready[:room]:
+                self.ready = self.ready[room:]
                 self.streamed += part
                 self.ledger.lease([f.group_index for f in part], f"step {self.step}", math.inf)
                 yield part
@@ -203,11 +197,6 @@ class Pool:
     def close(self, chosen: list[Flight]) -> None:
         for f in chosen:
             f.taken = time.time_ns()
-        for f in self.spares:
-            if f not in chosen:
-                self.counts[f"dropped_{f.reason}"] += 1
-                self.ledger.drop([f.group_index], f.reason)
-        self.spares = []
         if self.cfg.train.mode == "sync":
             self.interrupt()
         self.step += 1
@@ -232,11 +221,10 @@ class Pool:
     def lost_owner(self, owner: str) -> None:
         """A worker has died, and with it the bytes that only it had: finished groups begin anew. (Unfinished ones, too, when they are read.)"""
         gone = set(self.ledger.owner_died(owner))
-        for flights in (self.ready, self.spares):
-            for f in [f for f in flights if f.group_index in gone]:
-                flights.remove(f)
-                self.counts["lost"] += 1
-                self.put_back(f, None, None)
+        for f in [f for f in self.ready if f.group_index in gone]:
+            self.ready.remove(f)
+            self.counts["lost"] += 1
+            self.put_back(f, None, None)
 
     def trained(self, step: int, batch: list[Flight]) -> list[Ref]:
         """The optimizer step on `batch` is done. Returns what the data plane may free."""
@@ -256,8 +244,7 @@ class Pool:
     def choose(self) -> list[Flight] | None:
         """`batch` finished groups for this step, or None where there are none yet without making another one late."""
         if len(self.ready) < self.batch:
-            short = not self.running and len(self.ready) + len(self.spares) >= self.batch
-            return self.ready + self.spares[: self.batch - len(self.ready)] if short else None
+            return None
         self.ready.sort(key=lambda f: (f.oldest, f.group_index))
         chosen, rest = self.ready[: self.batch], self.ready[self.batch :]
         others = [self.deadline(f) for f in (*rest, *self.running.values(), *self.waiting)]

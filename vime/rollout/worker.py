@@ -17,7 +17,7 @@ from vime.data.payload import fields_of, samples_of
 from vime.data.plane import Lost, Ref, Spec, StoreFull, open_store
 from vime.data.prompts import Prompts
 from vime.data.records import read_groups
-from vime.errors import VimeError, said
+from vime.errors import ANY, VimeError, blamed, said
 from vime.observe import trace
 from vime.rollout import filters
 from vime.rollout.generate import Link, Running, Slots, all_of, for_plugin, generate_group, link, running, sampling_params
@@ -37,7 +37,6 @@ class GroupReport:
     group_index: int
     metas: list[SampleMeta] = field(default_factory=list)
     dropped: str | None = None
-    spare: bool = False  # dropped, unless groups run short
     interrupted: bool = False
     oldest: int | None = None  # the oldest weight version among tokens that would be trained; None: there is none
     retries: int = 0  # generations redone because a server failed
@@ -116,8 +115,8 @@ class RolloutWorker:
             if await self._or_stop(self._score_all(done), stop) is None:
                 report.interrupted = True
                 return
-            report.dropped, report.spare = filters.verdict(keep, self.args, [s for s in done if not s.greedy])
-            report.metas = [] if report.dropped and not report.spare else [meta_of(s, self.cfg.reward.key) for s in done]
+            report.dropped = filters.verdict(keep, self.args, [s for s in done if not s.greedy])
+            report.metas = [] if report.dropped else [meta_of(s, self.cfg.reward.key) for s in done]
         except RewardError as e:
             if self.cfg.reward.on_error == "raise":
                 raise VimeError(*e.args) from e
@@ -172,7 +171,7 @@ class RolloutWorker:
         rollout = index if sample.rollout_id is None else sample.rollout_id
         now = Running(self.args, sample.session_id or f"group-{group}")
         running.set(now)  # of this task alone: all_of gives each call one
-        try:
+        with blamed(f"custom_generate {path!r} failed on {_name(sample)}", *ANY, through=VimeError):
             fn = hooks.load(path, "rollout.custom_generate")
             got = await fn(self.args, sample, for_plugin(params), **hooks.accepted(fn, evaluation=bool(evaluation)))
             out = got if isinstance(got, list) else [got]
@@ -184,28 +183,19 @@ class RolloutWorker:
                     raise ValueError("it returned a sample that is still pending: set its status, ABORTED where it is to be continued")
                 s.index, s.group_index, s.rollout_id, s.part, s.greedy = index, group, rollout, part, greedy
                 s.remove_sample |= greedy
-                s.loss_mask = s.loss_mask or [1] * s.response_length  # unset: all of it is the model's, as in slime
-                if now.versions:  # a plug-in may not know who sampled its tokens: of those that can be it, the oldest is on the safe side
-                    known = s.token_versions or [-1] * s.response_length
-                    s.token_versions = [min(now.versions) if trained and v < 0 else v for v, trained in zip(known, s.loss_mask)]
+                fill_in(s, min(now.versions, default=None))  # of those that can have sampled it, the oldest is on the safe side
                 s.check()
             return out
-        except VimeError:
-            raise
-        except (Exception, SystemExit) as e:  # a plug-in may fail in any way
-            raise VimeError(f"custom_generate {path!r} failed on {_name(sample)}: {said(e)}") from e
 
     async def _hooked(self, sample: Sample, version: int, evaluation: str) -> Sample:
         for fn, path in zip(self.hooks, self.cfg.rollout.sample_hook):
-            try:
+            with blamed(f"rollout.sample_hook {path!r} failed on {_name(sample)}", *ANY):
                 got = fn(self.args, sample, **hooks.accepted(fn, rollout_id=version, evaluation=bool(evaluation)))
                 got = await got if inspect.isawaitable(got) else got
                 if not isinstance(got, Sample | None):
                     raise TypeError(f"it returned {type(got).__name__}, neither a Sample nor None")
                 sample = got or sample
                 sample.make_plain()
-            except (Exception, SystemExit) as e:
-                raise VimeError(f"rollout.sample_hook {path!r} failed on {_name(sample)}: {said(e)}") from e
         return sample
 
     async def _score_all(self, samples: list[Sample]) -> bool:
@@ -278,7 +268,7 @@ class Actor(RolloutWorker):
         r = self.cfg.rollout
         kept = (r.partial_rollout or r.mask_offpolicy_prefix) and any(s.response_length for s in done)
         wanted = bool(self.cfg.log.eval_hook) if evaluation else not report.interrupted or kept
-        if wanted and (not report.dropped or report.spare):
+        if wanted and not report.dropped:
             with trace.span("put", [s.uid for s in done]):
                 report.ref = await self.put(report.group_index, done)
         return report
@@ -327,6 +317,16 @@ class RewardError(VimeError):
 
 def finished(sample: Sample) -> bool:
     return sample.status not in (Status.PENDING, Status.ABORTED)
+
+
+def fill_in(sample: Sample, version: int | None) -> None:
+    """What a plug-in left open: without a loss mask all of the response is the model's, as in slime; trained tokens without a weight version are
+    taken to be of `version`, if one is known."""
+    n = sample.response_length
+    sample.loss_mask = sample.loss_mask or [1] * n
+    if version is not None:
+        known = sample.token_versions or [-1] * n
+        sample.token_versions = [version if trained and v < 0 else v for v, trained in zip(known, sample.loss_mask)]
 
 
 def others_than(version: int, newer: bool, before: list[Sample], after: list[Sample]) -> list[int]:

@@ -29,39 +29,28 @@ class Publisher:
         self.version = -1
         self.last: delta.State = {}
         self.sender: Any = None  # of this rank, over NCCL
-        self.checksum = ""
+        self.head: dict[str, str] = {}  # of a file of `last`
 
     def publish(self, model: PreTrainedModel, version: int, receivers: list[Receiver] | None = None) -> Published | None:
         """Write weights `version` under Hugging Face names, or send them to `receivers`; the files, on rank 0. A collective, all or nothing."""
-        if self.cfg.lora.adapter:
-            return self.adapter(model, version)
-        dtype = getattr(torch, server_dtype(self.cfg))
-        if receivers:
+        dtype, parts, head, out, error = getattr(torch, server_dtype(self.cfg)), None, None, None, None
+        if self.cfg.lora.adapter:  # these alone, under peft's names: every rank has them
+            own = {n.replace(".default.", "."): p.detach().cpu() for n, p in model.named_parameters() if ".lora_" in n}
+            tensors = {f"base_model.model.{n}": p for n, p in own.items()}
+            head = {"lora": json.dumps({"r": self.cfg.lora.rank, "lora_alpha": self.cfg.lora.alpha})}
+        elif receivers:
             return self.send(model, dtype, version, receivers)
-        tensors, parts = whole_parts(model, dtype, self.cfg.weights.buffer_size)
-        if self.cfg.weights.delta:  # rank 0 keeps all of them anyway
-            tensors = {name: t for part in parts for name, t in part.items()}
-        out, error = None, None
+        else:
+            tensors, parts = whole_parts(model, dtype, self.cfg.weights.buffer_size)
+        if parts and self.cfg.weights.delta:  # rank 0 keeps all of them anyway
+            tensors, parts = {name: t for part in parts for name, t in part.items()}, None
         if self.rank == 0:
             try:
-                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version, None if self.cfg.weights.delta else parts)
+                out = self.write({k: v.contiguous() for k, v in tensors.items()}, version, parts, head)
             except VimeError as e:
                 error = e
-        for _ in parts:  # the other ranks, and rank 0 after an error: gathering is collective
+        for _ in parts or ():  # the other ranks, and rank 0 after an error: gathering is collective
             pass
-        agree(error)
-        return out
-
-    def adapter(self, model: PreTrainedModel, version: int) -> Published | None:
-        """Write the adapters alone, under peft's names: every rank has them, so only rank 0 does anything."""
-        out, error = None, None
-        if self.rank == 0:
-            own = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if ".lora_" in n}
-            tensors = {f"base_model.model.{n.replace('.default.', '.')}": p for n, p in own.items()}
-            try:
-                out = self.write(tensors, version, head={"lora": json.dumps({"r": self.cfg.lora.rank, "lora_alpha": self.cfg.lora.alpha})})
-            except VimeError as e:
-                error = e
         agree(error)
         return out
 
@@ -103,7 +92,7 @@ class Publisher:
         if not self.cfg.weights.delta:
             self.chain = [self.save(version, tensors, head or {}, parts=parts or ())]
         else:
-            change, base = None, self.checksum
+            base, change = self.head.get("checksum", ""), None
             if delta.same_form(self.last, tensors):
                 change = delta.make(self.last, tensors)
                 delta.apply(self.last, change.tensors)
@@ -111,14 +100,13 @@ class Publisher:
                 metrics["weights/delta_whole_tensors"] = float(len(change.whole))
             else:
                 self.last = {k: t.clone() for k, t in tensors.items()}
-            self.checksum, self.version = delta.checksum(self.last), version
-            head = {"checksum": self.checksum, "version": str(version)}
+            self.version, self.head = version, {"checksum": delta.checksum(self.last), "version": str(version)}
             try:
                 # A server that starts anew reads the whole chain, so the deltas in it together stay smaller than whole weights.
                 if change and len(before) < (self.cfg.weights.delta_full_every or FULL_EVERY) and change.size + on_disk(before[1:]) < full:
-                    self.chain = [*before, self.save(version, change.tensors, head | {"base": base}, "-delta")]
+                    self.chain = [*before, self.save(version, change.tensors, self.head | {"base": base}, "-delta")]
                 else:
-                    self.chain = [self.save(version, self.last, head)]
+                    self.chain = [self.save(version, self.last, self.head)]
             except VimeError:
                 self.last = {}  # no server has seen these: the next version must be whole
                 raise
@@ -135,7 +123,7 @@ class Publisher:
         if not path.exists():
             if version != self.version or not self.last:
                 raise VimeError(f"weights v{version} are wanted whole, but the trainer holds v{self.version}")
-            self.chain = [self.save(version, self.last, {"checksum": self.checksum, "version": str(version)} if self.checksum else {})]
+            self.chain = [self.save(version, self.last, self.head)]
         return str(path)
 
     def save(self, version: int, tensors: delta.State, head: dict[str, str], kind: str = "", parts: Iterable[delta.State] = ()) -> Path:

@@ -128,11 +128,8 @@ def _repack(model: torch.nn.Module) -> None:
 def _fix_moe_reload() -> None:
     """On the CPU an update copies plain expert weights into storage that the kernel reads as packed: pack them again after each one."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
-    from vllm.platforms import current_platform
 
     original = Method._setup_kernel
-    if not current_platform.is_cpu() or hasattr(original, "__wrapped__"):
-        return
 
     def setup(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         update = self.moe_kernel is not None
@@ -140,29 +137,18 @@ def _fix_moe_reload() -> None:
         if update:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    setup.__wrapped__ = original  # type: ignore[attr-defined]
     Method._setup_kernel = setup  # type: ignore[method-assign]
-
-
-def _asked(flag: str) -> bool:
-    """Whether this server was started with `flag`; others are spared imports."""
-    return any(a.replace("_", "-").startswith(flag) for a in sys.argv)
 
 
 def _return_sampling_masks() -> None:
     """vLLM fills `sampling_mask` (--return-sampling-mask) in its V2 runner only, which needs Triton. On a CPU without it, fill the same
     field from the V1 runner: a token's support is where its processed logprobs, from which it is drawn, are finite."""
     from vllm.config import VllmConfig
-    from vllm.platforms import current_platform
-
-    verify = VllmConfig._verify_sampling_replay_config
-    if not _asked("--return-sampling-mask") or not current_platform.is_cpu() or hasattr(verify, "__wrapped__"):
-        return
     from vllm.v1.outputs import SamplingMaskLists
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
-    sample, sample_tokens = Sampler.sample, Runner.sample_tokens
+    verify, sample, sample_tokens = VllmConfig._verify_sampling_replay_config, Sampler.sample, Runner.sample_tokens
 
     def checked(self: Any) -> None:
         model = self.model_config
@@ -186,17 +172,12 @@ def _return_sampling_masks() -> None:
         self.sampler.last = None
         return out
 
-    checked.__wrapped__ = verify  # type: ignore[attr-defined]
     VllmConfig._verify_sampling_replay_config, Sampler.sample, Runner.sample_tokens = checked, kept, with_masks  # type: ignore[method-assign]
 
 
 def _fix_speculation() -> None:
     """On the CPU vLLM spreads the requests' temperature, top_k and top_p over their draft tokens with a kernel that takes int64 only: other
     types are converted to a copy, which gets the result. The sampler then works with uninitialized memory: wrong tokens, wrong logprobs."""
-    from vllm.platforms import current_platform
-
-    if not _asked("--speculative-config") or not current_platform.is_cpu():
-        return
     from vllm.v1.sample import rejection_sampler
 
     def expand(x: torch.Tensor, ends: torch.Tensor, n: int, replace_from: float = 0, replace_to: float = 0) -> torch.Tensor:
@@ -204,34 +185,25 @@ def _fix_speculation() -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=n)
 
-    rejection_sampler.expand_batch_to_tokens = expand
     constrain = rejection_sampler.apply_sampling_constraints
-    if hasattr(constrain, "__wrapped__"):
-        return
 
     def constrained(logits: torch.Tensor, *args: Any) -> torch.Tensor:  # a step in which nothing was drafted: top_k fails on no rows
         return constrain(logits, *args) if logits.numel() else logits
 
-    constrained.__wrapped__ = constrain  # type: ignore[attr-defined]
-    rejection_sampler.apply_sampling_constraints = constrained
+    rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints = expand, constrained
 
 
 def _return_routed_experts() -> None:
     """vLLM fills `routed_experts` in its V2 runner only, which needs Triton. All but the runner's four calls works without: the routers'
     capture, the store that keeps routing by KV-cache block (so prompts that come from the cache have theirs), the scheduler, the field in
     the answer. So on a CPU the V1 runner makes these calls, and the check that refuses it is told to leave the runner to us."""
-    from vllm.platforms import current_platform
-
-    if not _asked("--enable-return-routed-experts") or not current_platform.is_cpu():
-        return
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.platforms import current_platform
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
     verify, initialize = VllmConfig._verify_aux_output_compatibility, Runner.initialize_kv_cache
     execute, sample = Runner.execute_model, Runner.sample_tokens
-    if hasattr(verify, "__wrapped__"):
-        return
 
     def checked(self: Any) -> None:
         with patch.object(type(current_platform), "is_out_of_tree", lambda _: True):  # such platforms bring their own runner, as we do
@@ -253,9 +225,7 @@ def _return_routed_experts() -> None:
         drafts = state.scheduler_output.scheduled_spec_decode_tokens
         batch, n = self.input_batch, self.input_batch.num_reqs
         starts, computed = self.query_start_loc.np[: n + 1].copy(), batch.num_computed_tokens_cpu[:n].copy()
-        pending = self.aux_output.prepare_output(
-            SimpleNamespace(req_ids=list(batch.req_ids), query_start_loc_np=starts, num_computed_tokens_np=computed)
-        )
+        pending = self.aux_output.prepare_output(SimpleNamespace(req_ids=list(batch.req_ids), query_start_loc_np=starts, num_computed_tokens_np=computed))
         out = sample(self, grammar_output)  # the platform turns asynchronous scheduling off: tokens are there
         if pending is not None:
             sampled = np.array([len(ids) for ids in out.sampled_token_ids])
@@ -264,7 +234,6 @@ def _return_routed_experts() -> None:
             out.aux_output_connector_output = pending.process_output()
         return out
 
-    checked.__wrapped__ = verify  # type: ignore[attr-defined]
     VllmConfig._verify_aux_output_compatibility = checked
     Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens = with_store, announced, with_routing
 
@@ -272,32 +241,40 @@ def _return_routed_experts() -> None:
 def _serve_adapter() -> None:
     """With --enable-lora every token of every request is of the adapter that came last. Requests name none, so those that are held over an
     update go on with the new one, as with whole weights. (vLLM's own requests keep the adapter that they named when they came.)"""
-    if not _asked("--enable-lora"):
-        return
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA as Head
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin as Mixin
 
     activate = Mixin._set_active_loras
-    if hasattr(activate, "__wrapped__"):
-        return
 
     def everywhere(self: Any, prompts: tuple[int, ...], tokens: tuple[int, ...], requests: Any, *rest: Any) -> None:
         if not requests and ADAPTER in self.lora_manager.list_adapters():  # not while vLLM warms up
             prompts, tokens = (ADAPTER,) * len(prompts), (ADAPTER,) * len(tokens)
         activate(self, prompts, tokens, requests, *rest)
 
-    everywhere.__wrapped__ = activate  # type: ignore[attr-defined]
     Mixin._set_active_loras, Mixin.reset_lora_state = everywhere, lambda self: None  # type: ignore[method-assign]
     # The head has none. vLLM's way of asking that takes the logprobs of a prompt for those of sampled tokens, and fails by their number.
     Head.forward = lambda self, head, *args, **kw: self.base_layer(getattr(head, "base_layer", head), *args, **kw)  # type: ignore[method-assign]
 
 
+def _asked(flag: str) -> bool:
+    """Whether this server was started with `flag`."""
+    return any(a.replace("_", "-").startswith(flag) for a in sys.argv)
+
+
 def register() -> None:
-    """Called in every vLLM process, maybe twice."""
-    if "vime" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("vime", FileWeightTransferEngine)
-    _fix_moe_reload()
-    _return_sampling_masks()
-    _return_routed_experts()
-    _fix_speculation()
-    _serve_adapter()
+    """Called in every vLLM process, maybe twice. A server is spared the imports for what it was not started with."""
+    from vllm.platforms import current_platform
+
+    if "vime" in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine("vime", FileWeightTransferEngine)
+    if current_platform.is_cpu():
+        _fix_moe_reload()
+        if _asked("--return-sampling-mask"):
+            _return_sampling_masks()
+        if _asked("--enable-return-routed-experts"):
+            _return_routed_experts()
+        if _asked("--speculative-config"):
+            _fix_speculation()
+    if _asked("--enable-lora"):
+        _serve_adapter()
