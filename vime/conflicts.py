@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,10 +47,10 @@ def conflicts(cfg: Config) -> list[str]:
     if t.stream:
         unfit: dict[str, object] = {"train.mode": t.mode == "async", "train.global_batch_size": gbs not in (None, total), "rollout.colocate": r.colocate}
         unfit |= {"algo.advantage_estimator, kl_coef or gamma, which look at all tokens of the step": cfg.algo.per_token, "train.objective": cfg.offline}
-        keys = ("algo.custom_advantage", "loss.custom", "loss.custom_reducer", "reward.post_process", "rollout.function", "rollout.sample_filter")
-        own = {"rollout.all_samples_process": r.all_samples_process, "rollout.data_postprocess": r.data_postprocess}
-        own |= {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in keys}
-        faults += [f"train.stream trains on parts of a step, which does not go with this {k}" for k, v in (unfit | own).items() if v]
+        of_whole_steps = ["algo.custom_advantage", "loss.custom", "loss.custom_reducer", "reward.post_process"]
+        of_whole_steps += [f"rollout.{name}" for name in ("function", "sample_filter", "all_samples_process", "data_postprocess")]
+        unfit |= {key: attrgetter(key)(cfg) for key in of_whole_steps}
+        faults += [f"train.stream trains on parts of a step, which does not go with this {k}" for k, v in unfit.items() if v]
     if cfg.weights.transport == "nccl":
         unfit = {"weights.delta": cfg.weights.delta, "weights.post_write": cfg.weights.post_write, "rollout.colocate": r.colocate}
         unfit["vllm.speculative_config"] = any("speculative_config" in s.vllm for s in cfg.servers)
@@ -99,7 +100,7 @@ def algo(cfg: Config) -> list[str]:
     critic, teacher = kind == "gae", kind == "on_policy_distillation"
     own = a.correction != "none" or a.custom_tis or a.use_opsm or a.rejection or a.policy_loss != "ppo" or loss.custom_reducer
     raw = kind in ("rloo", "opo", "remax") or reward.overlong_buffer_len or a.overlong_filter
-    bounded = a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None
+    (low, high), bounded = a.rejection_bounds, a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None
     return found([
         (kind not in ("reinforce_plus_plus", "remax", "gae", "on_policy_distillation") and r.n_samples_per_prompt == 1,
          f"{kind} needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0"),
@@ -121,8 +122,8 @@ def algo(cfg: Config) -> list[str]:
         (a.custom_advantage and (kind != "grpo" or a.per_token),
          "algo.custom_advantage sets every token's advantage: leave out advantage_estimator, kl_coef and normalize_advantages"),
         (a.rejection and a.rejection_high is None, f"algo.rejection = {a.rejection!r} needs rejection_high, beyond which samples are dropped"),
-        (bounded and a.rejection_bounds[0] > a.rejection_high,
-         f"algo.rejection_low {a.rejection_bounds[0]:g} is above rejection_high {a.rejection_bounds[1]:g}: every sample would be dropped"),
+        (bounded and low > high,
+         f"algo.rejection_low {low:g} is above rejection_high {high:g}: every sample would be dropped"),
         (reward.function == "regex" and not reward.pattern, 'reward.function = "regex" needs reward.pattern'),
         (reward.post_process and raw, "reward.post_process turns rewards into numbers itself: "
          f"leave out advantage_estimator = {kind!r}, overlong_filter and reward.overlong_buffer_len"),
