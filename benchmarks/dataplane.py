@@ -8,6 +8,7 @@ so that what else the machine does falls on all of them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -314,8 +315,31 @@ def plot(rows: list[dict[str, Any]], file: str) -> None:
     figure.savefig(file)
 
 
-def command(args: Any) -> int:
+def options() -> argparse.ArgumentParser:
+    about = "Move samples from producers over a controller, or past it, to consumers, each a process: time, CPU, memory and bytes of every path."
+    told = f"{about} docs/data-plane.md says what they mean. Exit code 1 where a path failed."
+    w = argparse.ArgumentParser(prog="vime bench dataplane", description=told)
+    w.add_argument("--quick", action="store_true", help="a small cell of each payload, the main paths: about a minute. Without it all paths, large cells, m and n swept")
+    w.add_argument("--cells", nargs="+", metavar="KIND:N", help="payloads: N items of text2k, text16k, routing or pixels; N x G: groups of G samples")
+    w.add_argument("--paths", nargs="+", metavar="PATH", help="only these")
+    w.add_argument("-m", type=int, default=8, help="producers (8)")
+    w.add_argument("-n", type=int, default=4, help="consumers (4)")
+    w.add_argument("--rounds", type=int, metavar="N", help="timed rounds of each path, after one more to warm up (5; 3 with --quick)")
+    w.add_argument(
+        "--hosts", nargs="?", const="1gbit", metavar="RATE", help="in network namespaces whose links have this rate (1gbit): 2 + 2 hosts and the controller's; root"
+    )
+    w.add_argument("--delay", metavar="TIME", help="with --hosts: of each link and direction, as 1ms; the kernel needs netem")
+    w.add_argument("--model", action="store_true", help="also what this run's costs would mean for clusters: computed, not measured")
+    w.add_argument("--json", action="store_true", help="print JSON in place of the tables")
+    w.add_argument("--out", metavar="FILE", help="also write the JSON there")
+    w.add_argument("--read", metavar="FILE", help="run nothing, show what an earlier --out wrote")
+    w.add_argument("--plot", metavar="FILE", help="also draw a picture (.png, .svg)")
+    return w
+
+
+def command(words: list[str]) -> int:
     """`vime bench dataplane`. Returns 1 where a path failed."""
+    args = options().parse_args(words)
     console, notes = Console(highlight=False, width=200), Console(stderr=True, highlight=False)
     if args.read:
         try:

@@ -11,23 +11,11 @@ from typing import Annotated, Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from vime import sections
 from vime.algo import AlgoConfig, LossConfig
 from vime.conflicts import conflicts
 from vime.errors import VimeError, nearest
-from vime.sections import (
-    AgentConfig,
-    DataPlaneConfig,
-    DebugConfig,
-    EngineTable,
-    EvalConfig,
-    GatewayConfig,
-    LogConfig,
-    LoraConfig,
-    RayConfig,
-    RewardConfig,
-    Section,
-    TraceConfig,
-)  # fmt: skip
+from vime.sections import EngineTable, Section
 
 AGENTS = "vime.agents.rollout:generate"  # the rollout.custom_generate of a run with an [agent]
 
@@ -182,22 +170,22 @@ class Config(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: list[EngineTable] = []
-    reward: RewardConfig = RewardConfig()
-    agent: AgentConfig = AgentConfig()
+    reward: sections.RewardConfig = sections.RewardConfig()
+    agent: sections.AgentConfig = sections.AgentConfig()
     algo: AlgoConfig = AlgoConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
-    lora: LoraConfig = LoraConfig()
+    lora: sections.LoraConfig = sections.LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     weights: WeightsConfig = WeightsConfig()
-    data_plane: DataPlaneConfig = DataPlaneConfig()
-    eval: EvalConfig = EvalConfig()
-    gateway: GatewayConfig = GatewayConfig()
+    data_plane: sections.DataPlaneConfig = sections.DataPlaneConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    gateway: sections.GatewayConfig = sections.GatewayConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    trace: TraceConfig = TraceConfig()
-    debug: DebugConfig = DebugConfig()
-    ray: RayConfig = RayConfig()
+    log: sections.LogConfig = sections.LogConfig()
+    trace: sections.TraceConfig = sections.TraceConfig()
+    debug: sections.DebugConfig = sections.DebugConfig()
+    ray: sections.RayConfig = sections.RayConfig()
     vllm: dict[str, Any] = Field({}, description="any vLLM server argument: max_num_seqs = 64 becomes --max-num-seqs 64")
     args: dict[str, Any] = Field({}, description="settings of your own plug-ins: max_turns = 4 becomes args.max_turns")
     router: dict[str, Any] = Field({}, description='any vllm-router argument: policy = "round_robin" becomes --policy round_robin')
@@ -306,9 +294,8 @@ def tree_of(path: str | os.PathLike[str], overrides: list[str] | None = None) ->
     return tree
 
 
-def validate(tree: dict[str, Any], source: str, kind: Any = None) -> Any:
+def validate(tree: dict[str, Any], source: str, kind: Any = Config) -> Any:
     """Build a Config, or another Section, from a plain dict; `source` names it in errors. Raises VimeError with all faults."""
-    kind = kind or Config
     try:
         return kind.model_validate(tree)
     except ValidationError as e:

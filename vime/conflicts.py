@@ -5,137 +5,134 @@ from __future__ import annotations
 import ctypes
 import re
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vime.config import Config
 
 
+Pairs = list[tuple[object, str]]  # whether something is wrong, and what
+
+
+def found(pairs: Pairs) -> list[str]:
+    return [what for wrong, what in pairs if wrong]
+
+
 def conflicts(cfg: Config) -> list[str]:
     """Every pair of settings that cannot hold at once, each with what to do; [] where there is none."""
-    faults: list[str] = []
-    total = cfg.samples_per_step
-    gbs = cfg.train.global_batch_size
-    if gbs and total % gbs:
-        faults.append(f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}")
-    if (gbs or total) % cfg.parallel.fsdp:
-        faults.append(f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step")
-    faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg) + debug(cfg) + unread(cfg)
+    total, gbs = cfg.samples_per_step, cfg.train.global_batch_size
+    faults = found([
+        (gbs and total % gbs, f"train.global_batch_size {gbs} does not divide rollout.batch_size x n_samples_per_prompt = {total}"),
+        ((gbs or total) % cfg.parallel.fsdp, f"parallel.fsdp {cfg.parallel.fsdp} does not divide the {gbs or total} samples of an optimizer step"),
+    ])  # fmt: skip
+    faults += algo(cfg) + objective(cfg) + lora(cfg) + data_plane(cfg) + debug(cfg) + unread(cfg) + agents(cfg)
     r, t = cfg.rollout, cfg.train
-    if r.max_response_len >= r.max_context_len:
-        faults.append(f"rollout.max_response_len {r.max_response_len} leaves no room for a prompt in max_context_len {r.max_context_len}")
-    if (r.over_sampling_batch_size or r.batch_size) < r.batch_size:
-        faults.append(f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}")
-    if cfg.agent.task and (r.function or not str(r.custom_generate).startswith("vime.agents.")):
-        faults.append("agent.task generates every sample: leave out rollout.custom_generate and rollout.function")
-    if cfg.agent.task and cfg.data.apply_chat_template:
-        faults.append("agent.task makes the messages from each row's prompt: set data.apply_chat_template = false")
-    parsers = {"tool_call_parser", "reasoning_parser"}
-    if cfg.agent.task and cfg.gateway.parser == "server" and any(not parsers & s.vllm.keys() for s in cfg.servers):
-        faults.append('gateway.parser = "server" needs servers that parse: set vllm.enable_auto_tool_choice and vllm.tool_call_parser, or another parser')
-    if cfg.agent.task and r.routing_replay:
-        faults.append("agent.task does not go with rollout.routing_replay: the gateway keeps no experts")
-    if not cfg.agent.task and (cfg.agent != type(cfg.agent)() or str(r.custom_generate).startswith("vime.agents.")):
-        faults.append("agent.task is unset, so there is no agent: set it, or leave out [agent], and rollout.custom_generate = vime.agents...")
-    if r.function and t.mode == "async":
-        faults.append('rollout.function generates a whole step: it needs train.mode = "sync"')
-    if t.mode == "async" and t.max_staleness == 0:
-        faults.append('train.mode = "async" needs train.max_staleness >= 1 (1: one-step-off)')
-    if t.mode == "async" and (r.partial_rollout or r.over_sampling_batch_size or r.mask_offpolicy_prefix):
-        faults.append("rollout.partial_rollout, over_sampling_batch_size and mask_offpolicy_prefix are for sync mode: async never interrupts")
-    if r.partial_rollout and not (t.max_staleness or r.mask_offpolicy_prefix):
-        faults.append("rollout.partial_rollout trains tokens of older weights: set train.max_staleness >= 1, or rollout.mask_offpolicy_prefix")
     corrected = cfg.algo.correction != "none" or cfg.algo.custom_tis
-    if t.max_staleness and not (corrected or cfg.loss.custom):
-        stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
-        faults.append(f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis')
+    stale = f"train.max_staleness {t.max_staleness} trains on samples of older weights"
+    only_sync = t.mode == "async" and (r.partial_rollout or r.over_sampling_batch_size or r.mask_offpolicy_prefix)
+    faults += found([
+        (r.max_response_len >= r.max_context_len, f"rollout.max_response_len {r.max_response_len} leaves no room for a prompt in max_context_len {r.max_context_len}"),
+        ((r.over_sampling_batch_size or r.batch_size) < r.batch_size,
+         f"rollout.over_sampling_batch_size {r.over_sampling_batch_size} is less than rollout.batch_size {r.batch_size}"),
+        (r.function and t.mode == "async", 'rollout.function generates a whole step: it needs train.mode = "sync"'),
+        (t.mode == "async" and t.max_staleness == 0, 'train.mode = "async" needs train.max_staleness >= 1 (1: one-step-off)'),
+        (only_sync, "rollout.partial_rollout, over_sampling_batch_size and mask_offpolicy_prefix are for sync mode: async never interrupts"),
+        (r.partial_rollout and not (t.max_staleness or r.mask_offpolicy_prefix),
+         "rollout.partial_rollout trains tokens of older weights: set train.max_staleness >= 1, or rollout.mask_offpolicy_prefix"),
+        (t.max_staleness and not (corrected or cfg.loss.custom), f'{stale}: set algo.correction = "tis", "icepop" or "rollout_logprobs", or algo.custom_tis'),
+        (cfg.engine and r.num_engines > 1, f"rollout.num_engines = {r.num_engines} and {len(cfg.engine)} [[engine]] tables: leave one of them out"),
+        (r.colocate and t.mode == "async", 'rollout.colocate: servers that sleep while the trainer trains need train.mode = "sync"'),
+    ])  # fmt: skip
     if t.stream:
         unfit: dict[str, object] = {"train.mode": t.mode == "async", "train.global_batch_size": gbs not in (None, total), "rollout.colocate": r.colocate}
         unfit |= {"algo.advantage_estimator, kl_coef or gamma, which look at all tokens of the step": cfg.algo.per_token, "train.objective": cfg.offline}
-        keys = ("algo.custom_advantage", "loss.custom", "loss.custom_reducer", "reward.post_process", "rollout.function", "rollout.sample_filter")
-        own = {"rollout.all_samples_process": r.all_samples_process, "rollout.data_postprocess": r.data_postprocess}
-        own |= {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in keys}
-        faults += [f"train.stream trains on parts of a step, which does not go with this {k}" for k, v in (unfit | own).items() if v]
+        of_whole_steps = ["algo.custom_advantage", "loss.custom", "loss.custom_reducer", "reward.post_process"]
+        of_whole_steps += [f"rollout.{name}" for name in ("function", "sample_filter", "all_samples_process", "data_postprocess")]
+        unfit |= {key: attrgetter(key)(cfg) for key in of_whole_steps}
+        faults += [f"train.stream trains on parts of a step, which does not go with this {k}" for k, v in unfit.items() if v]
     if cfg.weights.transport == "nccl":
         unfit = {"weights.delta": cfg.weights.delta, "weights.post_write": cfg.weights.post_write, "rollout.colocate": r.colocate}
         unfit["vllm.speculative_config"] = any("speculative_config" in s.vllm for s in cfg.servers)
         faults += [f'weights.transport = "nccl" does not go with {k}: set it to "shm" or "file"' for k, v in unfit.items() if v]
-    if cfg.engine and r.num_engines > 1:
-        faults.append(f"rollout.num_engines = {r.num_engines} and {len(cfg.engine)} [[engine]] tables: leave one of them out")
     for i, table in enumerate(cfg.engine):
         if shared := sorted({"model", "dtype", "logprobs_mode", "weight_transfer_config"} & {k.replace("-", "_") for k in table.vllm}):
             faults.append(f"engine.{i}.vllm.{shared[0]}: all servers take the same weights and give comparable logprobs: set it for all, or not")
-    if r.colocate and t.mode == "async":
-        faults.append('rollout.colocate: servers that sleep while the trainer trains need train.mode = "sync"')
-    first, n = cfg.vllm.get("port"), len(cfg.servers)
-    if first and first + n - 1 > 65535:
-        faults.append(f"vllm.port {first}: {n} servers take as many ports from there on, and 65535 is the last; lower it")
-    if first and cfg.router.get("port") in range(first, first + n):
-        faults.append(f"router.port {cfg.router['port']} is one of the ports {first} to {first + n - 1} of the servers (vllm.port)")
+    if first := cfg.vllm.get("port"):
+        n, last, router = len(cfg.servers), first + len(cfg.servers) - 1, cfg.router.get("port")
+        faults += found([
+            (last > 65535, f"vllm.port {first}: {n} servers take as many ports from there on, and 65535 is the last; lower it"),
+            (router in range(first, first + n), f"router.port {router} is one of the ports {first} to {last} of the servers (vllm.port)"),
+        ])  # fmt: skip
     return faults
+
+
+def agents(cfg: Config) -> list[str]:
+    """What [agent] does not go with."""
+    r, own = cfg.rollout, str(cfg.rollout.custom_generate).startswith("vime.agents.")
+    if not cfg.agent.task:
+        what = "agent.task is unset, so there is no agent: set it, or leave out [agent], and rollout.custom_generate = vime.agents..."
+        return [what] if own or cfg.agent != type(cfg.agent)() else []
+    silent = any(not {"tool_call_parser", "reasoning_parser"} & s.vllm.keys() for s in cfg.servers)
+    return found([
+        (r.function or not own, "agent.task generates every sample: leave out rollout.custom_generate and rollout.function"),
+        (cfg.data.apply_chat_template, "agent.task makes the messages from each row's prompt: set data.apply_chat_template = false"),
+        (cfg.gateway.parser == "server" and silent,
+         'gateway.parser = "server" needs servers that parse: set vllm.enable_auto_tool_choice and vllm.tool_call_parser, or another parser'),
+        (r.routing_replay, "agent.task does not go with rollout.routing_replay: the gateway keeps no experts"),
+    ])  # fmt: skip
 
 
 def one_host(cfg: Config) -> list[str]:
     """What of the run is of one host only, for those that have several."""
-    out = []
-    if cfg.data_plane.backend == "shm":
-        out.append('data_plane.backend = "shm" is the memory of one host: "ray", "mooncake" or "transferqueue" reach all of them')
-    if cfg.weights.transport == "shm" and not cfg.offline:
-        out.append('weights.transport = "shm" is the memory of one host: "file" on a shared file system, or "nccl" between GPUs')
-    if cfg.rollout.colocate:
-        out.append("rollout.colocate shares the accelerators of one host: give servers some of their own, or start them by hand (rollout.engines)")
-    return out
+    on_shm, by_shm = cfg.data_plane.backend == "shm", cfg.weights.transport == "shm" and not cfg.offline
+    return found([
+        (on_shm, 'data_plane.backend = "shm" is the memory of one host: "ray", "mooncake" or "transferqueue" reach all of them'),
+        (by_shm, 'weights.transport = "shm" is the memory of one host: "file" on a shared file system, or "nccl" between GPUs'),
+        (cfg.rollout.colocate, "rollout.colocate shares the accelerators of one host: give servers some of their own, or start them by hand (rollout.engines)"),
+    ])  # fmt: skip
 
 
 def algo(cfg: Config) -> list[str]:
     """What is wrong with advantages, policy loss and correction: one line per fault."""
     a, r, reward, loss = cfg.algo, cfg.rollout, cfg.reward, cfg.loss
-    kind, faults = a.advantage_estimator, []
-    if kind not in ("reinforce_plus_plus", "remax", "gae", "on_policy_distillation") and r.n_samples_per_prompt == 1:
-        faults.append(f"{kind} needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0")
-    if a.custom_tis and a.correction != "none":
-        faults.append(f"algo.custom_tis takes the place of correction = {a.correction!r}: set one of them")
-    if a.tis_low > a.tis_clip:
-        faults.append(f"algo.tis_clip_low {a.tis_low} is above tis_clip {a.tis_clip}")
-    if a.kl_coef and a.kl_loss_coef:
-        faults.append("algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them")
-    if a.gamma != 1 and kind not in ("reinforce_plus_plus", "gae"):
-        faults.append(f"algo.gamma {a.gamma} discounts along the tokens, where {kind} compares whole responses: leave it at 1")
-    if a.critic_ranks and a.kl_coef:
-        faults.append("algo.critic_ranks does not go with algo.kl_coef: the critic's ranks have no logprobs to take a KL of; use algo.kl_loss_coef")
-    if kind == "gae" and not a.critic_ranks and (cfg.parallel.ranks > cfg.parallel.fsdp or cfg.parallel.ep > 1):
-        faults.append(f"parallel: {cfg.parallel}: a critic is trained on fsdp ranks only: leave out tp, pp, cp and ep, or set algo.critic_ranks")
-    if kind == "gae" and a.num_critic_only_steps >= cfg.train.steps:
-        faults.append(f"algo.num_critic_only_steps {a.num_critic_only_steps} leaves none of train.steps = {cfg.train.steps} to train the model in")
-    if kind == "on_policy_distillation":
-        if not a.ref_model:
-            faults.append("on_policy_distillation needs algo.ref_model, the teacher: without one the model would be its own")
-        if a.kl_coef or a.kl_loss_coef or reward.post_process or reward.overlong_buffer_len:
-            what = "algo.kl_coef, kl_loss_coef, reward.post_process and overlong_buffer_len"
-            faults.append(f"on_policy_distillation takes nothing but the KL to the teacher for an advantage: leave out {what}")
-    if a.policy_loss == "gpg" and a.correction == "rollout_logprobs":
-        faults.append('algo.policy_loss = "gpg" has no ratio, so nothing corrects for old = the sampled logprobs: use correction = "tis" or "icepop"')
-    if a.custom_advantage and (kind != "grpo" or a.per_token):
-        faults.append("algo.custom_advantage sets every token's advantage: leave out advantage_estimator, kl_coef and normalize_advantages")
-    if a.rejection and a.rejection_high is None:
-        faults.append(f"algo.rejection = {a.rejection!r} needs rejection_high, beyond which samples are dropped")
-    elif a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None and a.rejection_bounds[0] > a.rejection_high:
-        faults.append(f"algo.rejection_low {a.rejection_bounds[0]:g} is above rejection_high {a.rejection_high:g}: every sample would be dropped")
-    if reward.function == "regex" and not reward.pattern:
-        faults.append('reward.function = "regex" needs reward.pattern')
-    if reward.post_process and (kind in ("rloo", "opo", "remax") or reward.overlong_buffer_len or a.overlong_filter):
-        what = f"advantage_estimator = {kind!r}, overlong_filter and reward.overlong_buffer_len"
-        faults.append(f"reward.post_process turns rewards into numbers itself: leave out {what}")
-    if kind == "remax" and r.function:
-        faults.append("remax: rollout.function generates every sample itself, so nothing samples the greedy ones")
-    if reward.overlong_buffer_len > r.max_response_len:
-        what = f"reward.overlong_buffer_len {reward.overlong_buffer_len} is longer than rollout.max_response_len {r.max_response_len}"
-        faults.append(f"{what}: every response would be punished")
+    kind = a.advantage_estimator
+    critic, teacher = kind == "gae", kind == "on_policy_distillation"
     own = a.correction != "none" or a.custom_tis or a.use_opsm or a.rejection or a.policy_loss != "ppo" or loss.custom_reducer
-    if loss.custom and own:
-        what = "algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"
-        faults.append(f"loss.custom takes the place of the policy loss: leave out {what}")
-    return faults
+    raw = kind in ("rloo", "opo", "remax") or reward.overlong_buffer_len or a.overlong_filter
+    (low, high), bounded = a.rejection_bounds, a.rejection and a.rejection.endswith("k1") and a.rejection_high is not None
+    return found([
+        (kind not in ("reinforce_plus_plus", "remax", "gae", "on_policy_distillation") and r.n_samples_per_prompt == 1,
+         f"{kind} needs rollout.n_samples_per_prompt >= 2: the advantage of a group of one is always 0"),
+        (a.custom_tis and a.correction != "none", f"algo.custom_tis takes the place of correction = {a.correction!r}: set one of them"),
+        (a.tis_low > a.tis_clip, f"algo.tis_clip_low {a.tis_low} is above tis_clip {a.tis_clip}"),
+        (a.kl_coef and a.kl_loss_coef, "algo.kl_coef and algo.kl_loss_coef would charge the KL twice: set one of them"),
+        (a.gamma != 1 and kind not in ("reinforce_plus_plus", "gae"), f"algo.gamma {a.gamma} discounts along the tokens, where {kind} compares whole responses: leave it at 1"),
+        (a.critic_ranks and a.kl_coef, "algo.critic_ranks does not go with algo.kl_coef: the critic's ranks have no logprobs to take a KL of; use algo.kl_loss_coef"),
+        (critic and not a.critic_ranks and (cfg.parallel.ranks > cfg.parallel.fsdp or cfg.parallel.ep > 1),
+         f"parallel: {cfg.parallel}: a critic is trained on fsdp ranks only: leave out tp, pp, cp and ep, or set algo.critic_ranks"),
+        (critic and a.num_critic_only_steps >= cfg.train.steps,
+         f"algo.num_critic_only_steps {a.num_critic_only_steps} leaves none of train.steps = {cfg.train.steps} to train the model in"),
+        (teacher and not a.ref_model, "on_policy_distillation needs algo.ref_model, the teacher: without one the model would be its own"),
+        (teacher and (a.kl_coef or a.kl_loss_coef or reward.post_process or reward.overlong_buffer_len),
+         "on_policy_distillation takes nothing but the KL to the teacher for an advantage: "
+         "leave out algo.kl_coef, kl_loss_coef, reward.post_process and overlong_buffer_len"),
+        (a.policy_loss == "gpg" and a.correction == "rollout_logprobs",
+         'algo.policy_loss = "gpg" has no ratio, so nothing corrects for old = the sampled logprobs: use correction = "tis" or "icepop"'),
+        (a.custom_advantage and (kind != "grpo" or a.per_token),
+         "algo.custom_advantage sets every token's advantage: leave out advantage_estimator, kl_coef and normalize_advantages"),
+        (a.rejection and a.rejection_high is None, f"algo.rejection = {a.rejection!r} needs rejection_high, beyond which samples are dropped"),
+        (bounded and low > high,
+         f"algo.rejection_low {low:g} is above rejection_high {high:g}: every sample would be dropped"),
+        (reward.function == "regex" and not reward.pattern, 'reward.function = "regex" needs reward.pattern'),
+        (reward.post_process and raw, "reward.post_process turns rewards into numbers itself: "
+         f"leave out advantage_estimator = {kind!r}, overlong_filter and reward.overlong_buffer_len"),
+        (kind == "remax" and r.function, "remax: rollout.function generates every sample itself, so nothing samples the greedy ones"),
+        (reward.overlong_buffer_len > r.max_response_len, f"reward.overlong_buffer_len {reward.overlong_buffer_len} is longer than "
+         f"rollout.max_response_len {r.max_response_len}: every response would be punished"),
+        (loss.custom and own, "loss.custom takes the place of the policy loss: "
+         "leave out algo.policy_loss, correction, custom_tis, rejection, use_opsm and loss.custom_reducer"),
+    ])  # fmt: skip
 
 
 def lora(cfg: Config) -> list[str]:

@@ -21,12 +21,13 @@ from vime.agents.interaction import Episode, Message
 from vime.agents.rollout import black_box, react, run_episode
 from vime.agents.tools import Context, Tool, make
 from vime.config import DataConfig, tree_of, validate
-from vime.errors import VimeError, nearest, said
+from vime.errors import VimeError, blamed, nearest, said
 from vime.hooks import Args
 from vime.observe.evals import standard_error
 from vime.sample import Sample
 from vime.sections import AgentConfig, EndpointConfig, GatewayConfig, Section
 
+BAD = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a file of another form may raise
 SILENT = ("gold", "noop")  # agents that do nothing: what is graded is the task's own answer, or none
 
 
@@ -58,15 +59,12 @@ def command(path: str, overrides: list[str], agent: str | None = None) -> int:
             raise VimeError(f"vime eval does not know the agent {cfg.agent.agent!r}", nearest(cfg.agent.agent, [*own, *harness.table()]))
         harness.program(cfg.agent.agent)
         if not cfg.model.folder:
-            raise VimeError(
-                f"agent {cfg.agent.agent!r} needs model.folder", "a gateway translates for it, and renders prompts with the model's tokenizer"
-            )
+            why = "a gateway translates for it, and renders prompts with the model's tokenizer"
+            raise VimeError(f"agent {cfg.agent.agent!r} needs model.folder", why)
     report = Path(cfg.out) / f"{cfg.name}.jsonl"
-    try:
+    with blamed(f"{report}", *BAD, fix="is it a report of vime eval? move it away, or give another name or out"):
         report.parent.mkdir(parents=True, exist_ok=True)
         samples, done = episodes(cfg), read(report)
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise VimeError(f"{report}: {said(e)}", "is it a report of vime eval? move it away, or give another name or out") from e
     left = [s for s in samples if s.index not in done]
     print(f"{len(samples)} episodes, {len(samples) - len(left)} of them in {report} already", flush=True)
     failed = asyncio.run(_run(cfg, left, report))
@@ -82,7 +80,7 @@ def command(path: str, overrides: list[str], agent: str | None = None) -> int:
 def episodes(cfg: EvalFile) -> list[Sample]:
     """One for each episode; `n_samples` for each row of data.prompts. Raises: VimeError."""
     d, n = cfg.data, cfg.n_samples
-    try:
+    with blamed(f"data.prompts = {d.prompts!r} cannot be read", *BAD, fix=f"each line is a JSON object with {d.input_key!r} (data.input_key)"):
         if (file := Path(d.prompts)).suffix == ".parquet":
             from pyarrow.parquet import read_table
 
@@ -90,10 +88,6 @@ def episodes(cfg: EvalFile) -> list[Sample]:
         else:
             rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
         made = [{"prompt": r[d.input_key], "label": r.get(d.label_key), "metadata": r.get(d.metadata_key) or {}} for r in rows]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise VimeError(
-            f"data.prompts = {d.prompts!r} cannot be read: {said(e)}", f"each line is a JSON object with {d.input_key!r} (data.input_key)"
-        ) from e
     return [Sample(group_index=i, index=i * n + k, rollout_id=i * n + k, **m) for i, m in enumerate(made) for k in range(n)]
 
 

@@ -5,13 +5,13 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vime import config as configs
 from vime.config import Config
-from vime.errors import VimeError, said
+from vime.errors import VimeError, blamed, said
 from vime.trainer import checkpoint
 
 LOCK = ".lock"  # held by the run that is at work in the folder; says which
@@ -26,17 +26,19 @@ class Start(NamedTuple):
     step: int = 0
 
 
+def _written(folder: Path) -> AbstractContextManager[None]:
+    return blamed(f"{folder} cannot be written", OSError, ValueError, fix="give another run_dir=...")
+
+
 def _held(folder: Path) -> set[str]:
     """Names of what lies in the folder. Raises: VimeError where it is none, or cannot be made."""
-    try:
+    with _written(folder):
         there = next(p for p in (folder, *folder.parents) if p.exists())
         if not there.is_dir():
             raise VimeError(f"{there} is not a folder", "remove it, or give another name=... or run_dir=...")
         if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(f"no permission to write into {there}")
         return {p.name for p in folder.iterdir()} - {LOCK} if there == folder else set()
-    except (OSError, ValueError) as e:
-        raise VimeError(f"{folder} cannot be written: {said(e)}", "give another run_dir=...") from e
 
 
 def look(cfg: Config, resume: bool, overwrite: bool) -> Start:
@@ -68,11 +70,9 @@ def opened(cfg: Config, resume: bool, overwrite: bool, check: Callable[[Start], 
     """
     folder = cfg.folder
     look(cfg, resume, overwrite)
-    try:
+    with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / LOCK, "a+")  # noqa: SIM115 (closed below)
-    except (OSError, ValueError) as e:
-        raise VimeError(f"{folder} cannot be written: {said(e)}", "give another run_dir=...") from e
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,7 +82,7 @@ def opened(cfg: Config, resume: bool, overwrite: bool, check: Callable[[Start], 
             raise VimeError(f"{folder}: {who}", "wait for that run, stop it, or give another name=...") from e
         start = look(cfg, resume, overwrite)  # again: the run that held it may have changed it
         check(start)
-        try:
+        with _written(folder):
             lock.truncate(0)
             lock.write(f"{os.getpid()} on {platform.node()}\n")
             lock.flush()
@@ -94,8 +94,6 @@ def opened(cfg: Config, resume: bool, overwrite: bool, check: Callable[[Start], 
             (folder / "config.toml").write_text(configs.dump(cfg), "utf-8")
             for part in PARTS:
                 (folder / part).mkdir(exist_ok=True)
-        except (OSError, ValueError) as e:
-            raise VimeError(f"{folder} cannot be written: {said(e)}", "give another run_dir=...") from e
         yield start
 
 

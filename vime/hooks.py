@@ -8,6 +8,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -59,9 +60,7 @@ SOURCE = ("get_samples", "add_samples", "save", "load", "__len__")  # (n) -> gro
 POINTS = {
     "rollout.function": Point("rollout-function-path", "args, rollout_id, data_source, evaluation=", "RolloutFnTrainOutput"),
     "rollout.eval_function": Point("eval-function-path", "args, rollout_id, data_source, evaluation=", "RolloutFnEvalOutput"),
-    "rollout.custom_generate": Point(
-        "custom-generate-function-path", "args, sample, sampling_params", "Sample | list[Sample]", ("evaluation",), "async"
-    ),
+    "rollout.custom_generate": Point("custom-generate-function-path", "args, sample, sampling_params", "Sample | list[Sample]", ("evaluation",), "async"),
     "rollout.sample_hook": Point("rollout-sample-hook-path", "args, sample", "Sample | None", ("rollout_id", "evaluation"), "either"),
     "rollout.dynamic_filter": Point("dynamic-sampling-filter-path", "args, samples", "DynamicFilterOutput | bool"),
     "rollout.buffer_filter": Point("buffer-filter-path", "args, rollout_id, buffer, num_samples", "list[list[Sample]]"),
@@ -128,8 +127,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
 
 def paths(cfg: Config, key: str) -> list[str]:
     """The dotted paths set under `key`: none, one, or several."""
-    section, name = key.split(".")
-    value = getattr(getattr(cfg, section), name)
+    value = attrgetter(key)(cfg)
     return value if isinstance(value, list) else [value] if value else []
 
 
@@ -196,10 +194,7 @@ def plugin_args(cfg: Config, router_url: str | None = None) -> Args:
         raise VimeError(f"[args] {', '.join(hidden)}: the configuration has a section of that name", "rename it")
     args = Args(**sections)
     for name, key in FLAT.items():
-        value: Any = cfg
-        for part in key.split("."):
-            value = getattr(value, part)
-        setattr(args, name, value)
+        setattr(args, name, attrgetter(key)(cfg))
     for key, point in POINTS.items():
         found = paths(cfg, key)
         setattr(args, point.flag.replace("-", "_"), found if key == "rollout.sample_hook" else found[0] if found else None)

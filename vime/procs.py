@@ -73,13 +73,19 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(s.getsockname()[1])
 
 
+def _stat(pid: int) -> list[str]:
+    """What Linux's /proc says of process `pid`, from its state on; [] where there is none, or none any more."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
 def descendants(root: int, deep: bool = True) -> list[int]:
     """Pids below `root`, or only its children, from Linux's /proc."""
     below: dict[int, list[int]] = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            stat = Path(f"/proc/{entry}/stat").read_text(errors="replace")
-            below.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if stat := _stat(pid):
+            below.setdefault(int(stat[1]), []).append(pid)
     found = list(below.get(root, []))
     for pid in found if deep else ():  # grows while it is walked
         found += below.get(pid, [])
@@ -103,10 +109,8 @@ class Follower:
 
 def born(pid: int) -> str | None:
     """When process `pid` began, which tells it from a later one of that number; None where there is none, or a zombie."""
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return None if stat[0] == "Z" else stat[19]
-    return None
+    stat = _stat(pid)
+    return stat[19] if stat and stat[0] != "Z" else None
 
 
 def _follow(fd: int, roots: list[int]) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vime.config import RewardConfig
 from vime.errors import VimeError
 from vime.rewards import Threads, resolve, score
 from vime.sample import Sample, Status
+from vime.sections import RewardConfig
 
 
 def one(fn: Any, response: str, label: Any, status: Status = Status.COMPLETED, timeout: float = 60) -> Any:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from vime import rewards, testing
-from vime.config import RewardConfig, load
+from vime.config import load
 from vime.sample import Sample, Status
+from vime.sections import RewardConfig
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "docs/tutorials"

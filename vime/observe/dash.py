@@ -17,7 +17,7 @@ import orjson
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from vime.errors import VimeError, said
+from vime.errors import VimeError, blamed, said
 from vime.observe.diff import train_log_probs
 
 WEB = Path(__file__).parent / "web"
@@ -209,10 +209,8 @@ def serve(given: list[str], host: str, port: int, engines: Callable[[Path], Any]
     if lacks := [text for text in given if not any(Path(text) in (f, f.parent) for f in found)]:
         raise VimeError(f"{lacks[0]} is no run's folder: no config.toml in it or one level below", "give <run_dir>/<name>, or <run_dir>")
     token = "" if host in LOCAL else secrets.token_urlsafe(24)
-    try:
+    with blamed(f"{host}:{port} cannot be bound", OSError, ValueError, fix="give another --port, or --port 0 for any free one"):
         sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as e:
-        raise VimeError(f"{host}:{port} cannot be bound: {said(e)}", "give another --port, or --port 0 for any free one") from e
     shown = f"[{host}]" if ":" in host else host
     query = f"?token={token}" if token else ""
     print(f"{len(found)} run(s) at http://{shown}:{sock.getsockname()[1]}/{query}  (Ctrl-C ends it)", flush=True)

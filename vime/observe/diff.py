@@ -4,6 +4,7 @@ next: samples (prompt, logprobs of the tokens that are the same, tokens, mask, r
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,9 @@ def samples(folder: Path, step: int) -> dict[int, dict[str, Any]]:
     found = {}
     file = folder / "samples" / f"step_{step:06d}.jsonl"
     for line in file.read_bytes().splitlines() if file.exists() else ():
-        try:
+        with suppress(orjson.JSONDecodeError, KeyError, AttributeError):
             row = orjson.loads(line)
             found[row.get("uid", row["index"])] = row
-        except (orjson.JSONDecodeError, KeyError, AttributeError):
-            continue
     return found
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.config import Config
-from vime.errors import VimeError, said
+from vime.errors import VimeError, blamed, said
 
 # label, metric, format; shown where the step has the metric
 COLUMNS = [
@@ -42,14 +42,12 @@ class MetricLogger:
     def __init__(self, cfg: Config, folder: Path, total_steps: int, start_step: int):
         self.total, self.start, self.begun = total_steps, start_step, time.monotonic()
         self.rows = [r for r in read(folder) if start_step and r["step"] <= start_step]
-        try:
+        with blamed(f"cannot write {folder}/metrics.jsonl", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             tmp = folder / "metrics.jsonl.tmp"
             tmp.write_text("".join(json.dumps(r) + "\n" for r in self.rows))
             tmp.replace(folder / "metrics.jsonl")
             self._file = open(folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (a line at a time, until close)
-        except OSError as e:
-            raise VimeError(f"cannot write {folder}/metrics.jsonl: {e}") from e
         self._title = f"{cfg.name}: {Path(cfg.model).name}, {cfg.rollout.batch_size} x {cfg.rollout.n_samples_per_prompt} samples a step"
         self._live: Live | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trackers")
@@ -62,10 +60,8 @@ class MetricLogger:
         """Record one step, flushed to disk on return. A value that isn't finite becomes null in the file (JSON has no NaN)."""
         row: dict[str, Any] = {"step": step} | {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
         self.rows.append(row)
-        try:
+        with blamed(f"cannot write {self._file.name}", OSError, ValueError, fix="free some space, then --resume"):
             self._file.write(json.dumps(row) + "\n")
-        except OSError as e:
-            raise VimeError(f"cannot write {self._file.name}: {e}", "free some space, then --resume") from e
         self._thread.submit(self._track, step, dict(metrics))
         if sys.stdout.isatty():
             self._draw()
@@ -123,12 +119,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """The rows of `folder`/metrics.jsonl; a last line that a crash cut short is left out, a missing file is an empty one.
     Raises: VimeError naming the line for anything else that is not a row of metrics."""
     file = folder / "metrics.jsonl"
-    try:
-        lines = file.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        raise VimeError(f"{file} cannot be read: {said(e)}", "move it away") from e
+    with blamed(f"{file} cannot be read", OSError, ValueError, fix="move it away"):
+        lines = file.read_bytes().splitlines() if file.exists() else []
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -10,10 +10,10 @@ from math import isfinite  # `math` becomes this package's submodule
 from typing import Any
 
 from vime import hooks
-from vime.config import RewardConfig
 from vime.errors import VimeError, nearest
 from vime.rewards.math import HELPERS, math_reward
 from vime.sample import Sample, Status, plain
+from vime.sections import RewardConfig
 
 Reward = Callable[[Any, Sample], Any]
 
