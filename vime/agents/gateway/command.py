@@ -1,7 +1,5 @@
 """The two ways to have a Gateway: `vime gateway` in front of any vLLM, and the one of a rollout worker."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
