@@ -79,8 +79,7 @@ class Gateway:
             if limits.parser == "server":
                 self.parsing = await parse.server_with_parsers(engine)
             if journal:
-                self.journal = Journal(Path(journal))
-                self.journal.load(self)
+                self.journal = Journal(Path(journal), self)
         except BaseException:
             await client.close()
             raise

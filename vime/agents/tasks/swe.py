@@ -83,18 +83,15 @@ def load(path: str | Path) -> list[Instance]:
             rows = pyarrow.parquet.read_table(p).to_pylist()
         else:
             rows = json.loads(p.read_text()) if p.suffix == ".json" else [json.loads(line) for line in p.read_text().splitlines() if line.strip()]
-        lists = [
-            {k: json.loads(v) if isinstance(v, str) else list(v) for k, v in r.items() if k.endswith("_TO_PASS")} for r in rows
-        ]  # text on the hub
+        for r in rows:  # on the hub the lists are text
+            r |= {k: json.loads(v) if isinstance(v, str) else list(v) for k, v in r.items() if k.endswith("_TO_PASS")}
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise VimeError(f"{p} cannot be read as instances: {said(e)}", "each row is an object with the columns of SWE-bench: docs/swe.md") from e
-    names = {f.name: f for f in dataclasses.fields(Instance)}
-    out = []
+    names = [f.name for f in dataclasses.fields(Instance)]
     for n, row in enumerate(rows):
-        if lacks := [k for k in list(names)[:7] if k not in row]:
+        if lacks := [k for k in names[:7] if k not in row]:
             raise VimeError(f"row {n} of {p} lacks {', '.join(lacks)}", "the columns are those of SWE-bench: docs/swe.md")
-        out.append(Instance(**{k: v for k, v in row.items() if k in names and v is not None} | lists[n]))
-    return out
+    return [Instance(**{k: v for k, v in row.items() if k in names and v is not None}) for row in rows]
 
 
 def touched(patch: str) -> set[str]:
@@ -228,8 +225,9 @@ async def grade(i: Instance, base: Path, files: Files, python: str = sys.executa
         try:
             write(tree, kept)
         except VimeError as e:
-            return Grade(False, str(e), dict.fromkeys(ids, "missing"), dropped, flags, {}, time.monotonic() - begun)
-        outcomes, fault, log = await run_tests(tree, sorted({n.split("::")[0] for n in ids}), i, i.python or python, timeout, kept)
+            outcomes, fault, log = {}, str(e), ""
+        else:
+            outcomes, fault, log = await run_tests(tree, sorted({n.split("::")[0] for n in ids}), i, i.python or python, timeout, kept)
     failed = passed(i, outcomes, official)
     return Grade(not fault and not failed, fault, failed, dropped, flags, outcomes, time.monotonic() - begun, log)
 
