@@ -82,8 +82,6 @@ def server(tools: list[Tool], ctx: Context) -> Any:
 
 def command(names: list[str], options: str, base: str | None) -> int:
     """`vime mcp`: serves until stdin is closed."""
-    from mcp import stdio_server
-
     try:
         given = {str(k): dict(v) for k, v in json.loads(options).items()}
     except (ValueError, TypeError, AttributeError) as e:
@@ -96,6 +94,8 @@ def command(names: list[str], options: str, base: str | None) -> int:
                 from vime.agents.sandbox import SandboxSpec, open_sandbox
 
                 ctx.sandbox = await ctx.enter_async_context(await open_sandbox(SandboxSpec(base=base)))
+            from mcp import stdio_server
+
             made = server(tools, ctx)
             async with stdio_server() as (reads, writes):
                 await made.run(reads, writes, made.create_initialization_options())
