@@ -17,17 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from vime.agents.tasks.trees import apply, checkout, git
+from vime.agents.tasks.trees import TABLE, apply, checkout, git
 from vime.errors import VimeError
 
 OFFLINE = {"GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1"}  # what is not here is not here, and a replaced object is the one it was
-STATE = (  # files of .git that can hold or name a future
-    r"([A-Z_]+_HEAD|(logs|worktrees|modules|rr-cache)/.+|info/(grafts|attributes)|objects/info/(http-)?alternates|hooks/.+(?<!\.sample)"
-    r"|objects/pack/.+\.promisor|.+\.bundle)"
-)
-CONFIG = r"(remote|url|alias|filter|uploadpack|include|includeif)\..*|core\.(hookspath|fsmonitor|worktree|attributesfile)|extensions\.(partialclone|worktreeconfig)"
-# no archives
-PLAIN = (".py", ".pyc", ".pyi", ".so", ".txt", ".h", ".hpp", ".c", ".js", ".json", ".html", ".css", ".md", ".rst", ".png", ".dat", ".exe")  # fmt: skip
+STATE, CONFIG, PLAIN = TABLE["history"]["state"], TABLE["history"]["config"], tuple(TABLE["history"]["plain"])
 MOST = 64 << 20  # bytes of a member of an archive that are looked at
 Wanted = dict[str, tuple[bytes, bytes]]  # path -> content before and after the fix
 

@@ -24,17 +24,11 @@ from typing import Any
 
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.agents.tasks import cleanroom, history
-from vime.agents.tasks.trees import CACHES, Files, apply, checkout, clone_of, git, to_patch, whole, write
+from vime.agents.tasks.trees import CACHES, TABLE, Files, apply, checkout, clone_of, git, to_patch, whole, write
 from vime.errors import VimeError, said
 from vime.sample import Sample
 
-TESTS = ["tests/*", "test/*", "*/tests/*", "*/test/*", "test_*.py", "*_test.py", "tests.py", "conftest.py"]
-# what decides how tests run: dropped from an agent's work unless the gold patch touches that very file
-PROTECTED = [
-    *TESTS, "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "Makefile", "noxfile.py",
-    "sitecustomize*", "usercustomize*", "*.pth", "*.egg-info/*", "*.dist-info/*", ".git*", ".git/*", "*/.git/*", "*.pyc", "*.so", "*.egg", "*.whl",
-]  # fmt: skip
-SUSPICIOUS = r"os\._exit|_pytest|import pytest|sys\.modules|atexit|inspect\.stack|_getframe|tb_frame|PYTEST_|gc\.get_|ctypes|settrace|/proc/|addaudithook|xfail|_thread"
+TESTS, PROTECTED = TABLE["grade"]["tests"], TABLE["grade"]["tests"] + TABLE["grade"]["protected"]
 ROOM = "/testbed"  # where the tree is while its tests run
 CLEAN = "/opt/clean.git"  # the cleaned history, in a container, until it takes the place of the image's
 
@@ -238,7 +232,7 @@ def suspicious(base: Path, files: Files) -> list[str]:
     for path, content in files.items():
         old = set((base / path).read_bytes().splitlines()) if (base / path).is_file() else set()
         new = b"\n".join(line for line in (content or b"").splitlines() if line not in old).decode(errors="replace")
-        out += [f"{path}: {w}" for w in sorted(set(re.findall(SUSPICIOUS, new)))]
+        out += [f"{path}: {w}" for w in sorted(set(re.findall(TABLE["grade"]["suspicious"], new)))]
     return out
 
 
@@ -277,12 +271,6 @@ def build(repo: str | Path, fix: str, name: str = "", python: str = sys.executab
     if not f2p:
         raise VimeError(f"no test of {fix[:12]} of {name} fails before and passes after", "a dependency may be missing in --python", log)
     return dataclasses.replace(made, FAIL_TO_PASS=sorted(f2p), PASS_TO_PASS=sorted(p2p))
-
-
-PROMPT = """{problem}
-
-The repository is in {root}. Change its source so that this is solved; tests that are not shown will check it. `python -m pytest` runs
-those that are there. What you change in tests, in conftest.py or in files that configure tests does not count."""
 
 
 class Task:
@@ -326,7 +314,7 @@ class Task:
     async def setup(self, sample: Sample) -> tuple[SandboxSpec, list[dict[str, Any]], list[Any]]:
         i = self.instances[str(sample.label)]
         _, work = await self.base(i)
-        text, python = PROMPT.format(problem=i.problem_statement, root=ROOM), i.python or self.python
+        text, python = TABLE["grade"]["prompt"].format(problem=i.problem_statement, root=ROOM), i.python or self.python
         env = {"PYTHONPATH": ":".join(f"{ROOM}/{p}" for p in i.paths), "PATH": f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"}
         swap = {"binds": {str(work / ".git"): CLEAN}, "prepare": f"rm -rf {ROOM}/.git && cp -R {CLEAN} {ROOM}/.git"} if work.exists() else {}
         given: dict[str, Any] = swap if i.image else {"base": str(work), "binds": environment(python), "env": env}

@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import tempfile
+import tomllib
 from pathlib import Path
 
 from vime.errors import VimeError, said
 
+TABLE = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 ALONE = {"HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0"}
 Files = dict[str, bytes | None]  # path in the tree -> new content, None where it was deleted
 CACHES = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".venv", "venv", "node_modules"}
