@@ -73,7 +73,7 @@ def _tool(asked: Asked, t: dict[str, Any], space: str = "") -> None:
 def _items(turn: Turn, asked: Asked) -> list[dict[str, Any]]:
     (reasoning, texts, calls), out = parts(turn), list[dict[str, Any]]()
     if reasoning:
-        content = [{"type": "reasoning_text", "text": reasoning}]
+        content: list[dict[str, Any]] = [{"type": "reasoning_text", "text": reasoning}]
         out.append({"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "encrypted_content": None})
     for text in texts:
         content = [{"type": "output_text", "text": text, "annotations": []}]

@@ -216,10 +216,12 @@ async def grade(i: Instance, base: Path, files: Files, python: str = sys.executa
         tree = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
         flags = suspicious(base, kept)
         apply(tree, i.test_patch, f"test patch of {i.instance_id}")
+        outcomes, log = dict[str, str](), ""
+        fault: str | None = None
         try:
             write(tree, kept)
         except VimeError as e:
-            outcomes, fault, log = {}, str(e), ""
+            fault = str(e)
         else:
             outcomes, fault, log = await run_tests(tree, sorted({n.split("::")[0] for n in ids}), i, i.python or python, timeout, kept)
     failed = passed(i, outcomes, official)
