@@ -3,31 +3,20 @@
 import asyncio
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from vime.agents.gateway.record import Turn
 from vime.errors import VimeError, said
 from vime.sections import EndpointConfig
 
 WAIT = (1.0, 30.0)  # seconds before the first retry, and at most; doubled each time
 
 
-@dataclass
-class Said:
-    """A turn. `output_ids` has the length that the server counted, and no ids."""
-
-    id: str
-    message: dict[str, Any]
-    output_ids: range
-    finish_reason: str
-    seconds: float
-    ill_formed: bool = False
-
-
-async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Said:
-    """One turn. Raises: VimeError with the server's words; a 4xx other than 429 is never tried again."""
+async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Turn:
+    """One turn; its `output_ids` are as many as the server counted, all -1. Raises: VimeError with the server's words; a 4xx other than 429 is
+    never tried again."""
     url, key, began, wait, last = f"{cfg.url.rstrip('/')}/chat/completions", os.environ.get(cfg.key_env), time.monotonic(), WAIT[0], ""
     body = {"model": cfg.name, "messages": messages} | ({"tools": tools} if tools else {}) | cfg.sampling
     for n in range(cfg.retries + 1):
@@ -39,9 +28,9 @@ async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[d
                     got = await answer.json()
                     choice, count = got["choices"][0], (got.get("usage") or {}).get("completion_tokens") or 0
                     message, reason = {"role": "assistant"} | choice["message"], choice.get("finish_reason") or "stop"
-                    return Said(got.get("id", ""), message, range(count), reason, time.monotonic() - began)
+                    return Turn(got.get("id", ""), message, [-1] * count, finish_reason=reason, seconds=time.monotonic() - began)
                 if answer.status == 400 and "context" in text and "length" in text:
-                    return Said("", {"role": "assistant", "content": ""}, range(0), "length", time.monotonic() - began)
+                    return Turn("", {"role": "assistant", "content": ""}, finish_reason="length", seconds=time.monotonic() - began)
                 last = f"{answer.status} {text[:300]}"
                 if answer.status < 500 and answer.status != 429:
                     break

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -55,23 +54,20 @@ async def run_episode(
 ) -> tuple[Episode, float | dict[str, Any]]:
     """One episode and its grade; `fit`: what the agent needs of a sandbox."""
     spec, messages, own = await task.setup(sample)
-    async with AsyncExitStack() as stack:
-        sandbox = None
+    async with Context() as ctx:
         if spec is not None:
-            sandbox = await open_sandbox(fit(dataclasses.replace(spec, **a.sandbox)))
-            stack.push_async_callback(sandbox.stop)
-        ctx = await stack.enter_async_context(Context(sandbox))
+            ctx.sandbox = await ctx.enter_async_context(await open_sandbox(fit(dataclasses.replace(spec, **a.sandbox))))
         if policy := getattr(task, "policy", None):
             from vime.agents.guard import Guard
 
-            ctx.guard = Guard(policy, sandbox)
+            ctx.guard = Guard(policy, ctx.sandbox)
         every = [*tools, *own, *await mcp.connect(a.mcp, ctx)]
         episode = await act(messages, every, ctx)
         # what a harness left, or a call that raised, or a job in the background: nobody has looked since
-        if ctx.guard and sandbox and episode.calls and (verdict := await ctx.guard.after()).decision == "block":
+        if ctx.guard and ctx.sandbox and episode.calls and (verdict := await ctx.guard.after()).decision == "block":
             last, episode.status = episode.calls[-1], "blocked"
             last.status, last.metadata = "blocked", last.metadata | {"rule": verdict.rule, "violation": True}
-        reward = await task.grade(sample, sandbox, episode)
+        reward = await task.grade(sample, ctx.sandbox, episode)
     if episode.hacked:
         value = -a.hack_penalty if a.on_hack == "penalty" else 0.0
         reward = dict.fromkeys(reward, value) if isinstance(reward, dict) else value

@@ -1,12 +1,10 @@
 """The two ways to have a Gateway: `vime gateway` in front of any vLLM, and the one of a rollout worker."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
 import signal
-from contextlib import suppress
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from vime.agents.gateway.server import BASES, Gateway
@@ -57,9 +55,8 @@ async def _serve(args: argparse.Namespace) -> None:
     try:
         await g.start(args.port, args.control_port, args.host)
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(args.secret)
-            with os.fdopen(os.open(args.secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+            Path(args.secret).unlink(missing_ok=True)
+            with open(args.secret, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as f:
                 f.write(g.secret)
         except OSError as e:
             raise VimeError(f"--secret {args.secret}: {said(e)}") from e

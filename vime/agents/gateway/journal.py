@@ -20,14 +20,11 @@ DAMAGED = "the journal is damaged: move it away to begin anew"
 
 
 class Journal:
-    """A file of JSON lines, readable by its owner only: it has the sessions' tokens. Raises: VimeError where it can't be read or written."""
+    """A file of JSON lines, readable by its owner only: it has the sessions' tokens. Brings back those that were open, and writes the file anew
+    without the others; a torn last line is left out. Raises: VimeError where it can't be read or written."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, gateway: Gateway):
         self.path = path
-        self._file: Any = None
-
-    def load(self, gateway: Gateway) -> None:
-        """Bring back the sessions that were open, and write the file anew without the others. A torn last line is left out."""
         open_: dict[str, list[dict[str, Any]]] = {}
         try:
             lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
@@ -63,8 +60,7 @@ class Journal:
             raise VimeError(f"journal {self.path}: {said(e)}") from e
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
+        self._file.close()
 
 
 def _restore(gateway: Gateway, events: list[dict[str, Any]]) -> None:

@@ -1,7 +1,5 @@
 """The assistant message that sampled tokens are: by the server's own parsers, or by one of a few small ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

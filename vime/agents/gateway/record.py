@@ -95,8 +95,7 @@ class Turn:
 
     def to_dict(self) -> dict[str, Any]:
         """For the journal; the parent is named by its id."""
-        out = {k: getattr(self, k) for k in self.__dataclass_fields__}
-        return out | {"parent": self.parent.id if self.parent else None}
+        return vars(self) | {"parent": self.parent.id if self.parent else None}
 
 
 @dataclass
@@ -187,10 +186,7 @@ class Session:
         yield h.hexdigest(), None
 
     def _turn_of(self, message: dict[str, Any], before: str) -> Turn | None:
-        named = message.get("turn")
-        if named is None:
-            for call in message.get("tool_calls") or []:
-                named = named or minted(call.get("id"))
+        named = message.get("turn") or next(filter(None, (minted(c.get("id")) for c in message.get("tool_calls") or [])), None)
         return self.index.get(named) if named else self.texts.get(digest(before, str(message.get("content") or "").strip()))
 
     async def _prepare(self, turn: Turn, asked: Asked) -> None:
@@ -343,15 +339,12 @@ class Session:
         out |= {f"{kind}_turns": sum(t.kind == kind for t in self.turns) for kind in ("subagent", "compaction", "title")}
         return {f"agent/{k}": v for k, v in out.items()}
 
-    def finish(self) -> list[Trajectory]:
-        """Close the session: running requests end, later ones get a 4xx. Returns its rows, which the Gateway forgets."""
-        return self._close("finished")
-
     def abort(self) -> list[Trajectory]:
         """As finish(), of a rollout that failed: the rows' status says so."""
-        return self._close("aborted")
+        return self.finish("aborted")
 
-    def _close(self, state: str) -> list[Trajectory]:
+    def finish(self, state: str = "finished") -> list[Trajectory]:
+        """Close the session: running requests end, later ones get a 4xx. Returns its rows, which the Gateway forgets."""
         if self.state == "open":
             self.state = state
             for _, task in self.asked.values():

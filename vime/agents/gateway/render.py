@@ -1,7 +1,5 @@
 """Messages to tokens: a whole history, or only what comes after an answer whose tokens we have, which are never made from text again."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Gateway: providers' APIs on one port, for the policy's harness; sessions, rewards and rows on another, with a secret, for whoever runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging
@@ -27,12 +25,8 @@ from vime.rollout.http import EngineClient, EngineDown
 from vime.sections import GatewayConfig
 
 log = logging.getLogger("vime.gateway")
-PATHS = {
-    "/v1/messages": wire_anthropic,
-    "/v1/messages/count_tokens": wire_anthropic,
-    "/v1/chat/completions": wire_chat,
-    "/v1/responses": wire_responses,
-}
+PATHS = {"/v1/messages": wire_anthropic, "/v1/chat/completions": wire_chat, "/v1/responses": wire_responses}
+PATHS["/v1/messages/count_tokens"] = wire_anthropic
 GEMINI = re.compile(r"/v1beta/models/([^/:]+):(generateContent|streamGenerateContent|countTokens)")
 BASES = {"anthropic": "", "openai": "/v1", "responses": "/v1", "gemini": ""}  # what a provider's client appends its paths to
 IDLE = 0.05  # seconds between two tries at a server that aborts what it runs
@@ -69,7 +63,7 @@ class Gateway:
     async def open(
         cls, engine: str, model: str, limits: GatewayConfig | None = None, *, template: str | None = None, journal: str | Path | None = None,
         context: int | None = None, timeout: float = 600,
-    ) -> Gateway:  # fmt: skip
+    ) -> "Gateway":  # fmt: skip
         """A Gateway in front of the server or router at URL `engine`, for the model in folder `model`; sessions of `journal` are there again.
         `context`: the longest prompt and answer in tokens, by default as the server says. Raises: VimeError."""
         limits, client = limits or GatewayConfig(), EngineClient(engine)
@@ -85,8 +79,7 @@ class Gateway:
             if limits.parser == "server":
                 self.parsing = await parse.server_with_parsers(engine)
             if journal:
-                self.journal = Journal(Path(journal))
-                self.journal.load(self)
+                self.journal = Journal(Path(journal), self)
         except BaseException:
             await client.close()
             raise
@@ -320,13 +313,7 @@ class Gateway:
                 session.reward = body.get("reward")
                 self.write({"e": "reward", "session": session.id, "reward": session.reward})
             rows = session.finish() if call == "POST /finish" else session.abort() if call == "DELETE " else None
-            about = {
-                "id": session.id,
-                "state": session.state,
-                "reward": session.reward,
-                "metadata": session.metadata,
-                "metrics": session.metrics(rows),
-            }
+            about = {k: getattr(session, k) for k in ("id", "state", "reward", "metadata")} | {"metrics": session.metrics(rows)}
             about |= {} if rows is None else {"trajectories": [asdict(r) for r in rows]}
             return web.Response(body=orjson.dumps(about), content_type="application/json")
         except web.HTTPRequestEntityTooLarge as e:

@@ -1,7 +1,5 @@
 """What the providers' forms have in common."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +25,14 @@ def put(messages: list[dict[str, Any]], what: str, value: Any, turn: str | None)
         last.setdefault(what, []).append(value)
     else:
         last[what] = "\n".join(x for x in (last.get(what), value) if x)
+
+
+def say(messages: list[dict[str, Any]], role: str, text: str, first: bool) -> None:
+    """Add a text; those that follow one another in one message of the client's (`first`: its first part) are one message here."""
+    if not first and messages[-1]["role"] == role:
+        messages[-1]["content"] += "\n" + text
+    else:
+        messages.append({"role": role, "content": text})
 
 
 def call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
@@ -69,6 +75,8 @@ def sse(data: Any, event: str = "") -> bytes:
     return head + b"data: " + (data if isinstance(data, bytes) else orjson.dumps(data)) + b"\n\n"
 
 
-def calls_of(turn: Turn) -> list[tuple[str, str, str]]:
-    """(id, name, arguments) of the turn's tool calls."""
-    return [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in turn.message.get("tool_calls") or []]
+def parts(turn: Turn) -> tuple[str, list[str], list[tuple[str, str, str]]]:
+    """The answer's reasoning, its text (none beside calls where it is empty), and (id, name, arguments) of its tool calls."""
+    m = turn.message
+    calls = [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in m.get("tool_calls") or []]
+    return m.get("reasoning_content") or "", [m["content"]] if m["content"] or not calls else [], calls

@@ -1,14 +1,12 @@
 """Anthropic's Messages. The turn's id is in tool_use.id and in the signature of its thinking."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from vime.agents.gateway.record import Asked, Turn, minted, text_of
-from vime.agents.gateway.wire import call, calls_of, numbers, put, side_call, sse, stops, tool
+from vime.agents.gateway.wire import call, numbers, parts, put, say, side_call, sse, stops, tool
 
 PING = sse({"type": "ping"}, "ping")
 BILLING = "x-anthropic-billing-header"  # a block of the system prompt that is no text for the model, and may differ each time
@@ -31,10 +29,8 @@ def read(body: dict[str, Any], headers: Mapping[str, str], path: str = "") -> As
             for b in content:
                 if b.get("type") == "tool_result":
                     messages.append({"role": "tool", "tool_call_id": str(b["tool_use_id"]), "content": text_of(b.get("content"))})
-                elif messages and messages[-1]["role"] == role and b is not content[0]:
-                    messages[-1]["content"] += "\n" + text_of(b)
                 else:
-                    messages.append({"role": role, "content": text_of(b)})
+                    say(messages, role, text_of(b), b is content[0])
     choice = body.get("tool_choice") or {}
     params = numbers(body, {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"})
     tools = [tool(t["name"], t.get("description"), t.get("input_schema")) for t in body.get("tools") or []]
@@ -59,12 +55,9 @@ def _answer(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _blocks(turn: Turn) -> list[dict[str, Any]]:
-    m, out = turn.message, list[dict[str, Any]]()
-    if m.get("reasoning_content"):
-        out.append({"type": "thinking", "thinking": m["reasoning_content"], "signature": f"sig_{turn.id}"})
-    calls = calls_of(turn)
-    if m.get("content") or not calls:
-        out.append({"type": "text", "text": m.get("content") or ""})
+    reasoning, texts, calls = parts(turn)
+    out: list[dict[str, Any]] = [{"type": "thinking", "thinking": reasoning, "signature": f"sig_{turn.id}"}] if reasoning else []
+    out += [{"type": "text", "text": text} for text in texts]
     return out + [{"type": "tool_use", "id": i, "name": n, "input": orjson.loads(a)} for i, n, a in calls]
 
 

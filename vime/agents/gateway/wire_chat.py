@@ -1,7 +1,5 @@
 """OpenAI's Chat Completions. The turn's id is in tool_calls[].id; an answer without calls has none, so it is known by its place and text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +9,7 @@ from vime.agents.gateway.wire import call, numbers, put, side_call, sse, stops, 
 
 PING = b": ping\n\n"
 NUMBERS = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed", "presence_penalty": "presence_penalty"}
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -84,11 +83,7 @@ def events(turn: Turn, asked: Asked) -> Iterator[bytes]:
 
 
 def error(status: int, said: str, code: str) -> dict[str, Any]:
-    kind = (
-        "invalid_request_error"
-        if status < 500 and status not in (401, 429)
-        else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "server_error")
-    )
+    kind = KINDS.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": said, "type": kind, "param": None, "code": code}}
 
 

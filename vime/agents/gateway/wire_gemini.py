@@ -1,14 +1,12 @@
 """Gemini's generateContent. The turn's id is in functionCall.id and in thoughtSignature."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from vime.agents.gateway.record import Asked, Turn, minted, text_of
-from vime.agents.gateway.wire import call, calls_of, numbers, put, side_call, sse, stops, tool
+from vime.agents.gateway.wire import call, numbers, parts, put, say, side_call, sse, stops, tool
 
 PING = b": ping\n\n"
 STATUS = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED", 529: "UNAVAILABLE"}
@@ -22,23 +20,19 @@ def read(body: dict[str, Any], headers: Mapping[str, str], path: str = "") -> As
         messages.append({"role": "system", "content": text_of(system.get("parts") if isinstance(system, dict) else system)})
     named: dict[str, str] = {}  # the newest call of each function
     for c in body["contents"]:
-        fresh = True  # the parts of one content that are texts are one message
+        given = c.get("parts") or []
         if c.get("role") == "model":
-            messages += (answers := _answer(c.get("parts") or []))
+            messages += (answers := _answer(given))
             named |= {k["function"]["name"]: k["id"] for a in answers for k in a.get("tool_calls") or []}
             continue
-        for p in c.get("parts") or []:
+        for p in given:
             if result := p.get("functionResponse"):
                 id = str(result.get("id") or named.get(result["name"], result["name"]))
                 said = result.get("response")
                 text = said["output"] if isinstance(said, dict) and isinstance(said.get("output"), str) else orjson.dumps(said).decode()
                 messages.append({"role": "tool", "tool_call_id": id, "name": str(result["name"]), "content": text})
-                fresh = True
-            elif fresh:
-                messages.append({"role": "user", "content": _text(p)})
-                fresh = False
             else:
-                messages[-1]["content"] += "\n" + _text(p)
+                say(messages, "user", _text(p), p is given[0])
     config = body.get("generationConfig") or {}
     declared = [d for t in body.get("tools") or [] for d in t.get("functionDeclarations") or t.get("function_declarations") or []]
     tools = [tool(d["name"], d.get("description"), d.get("parametersJsonSchema") or d.get("parameters")) for d in declared]
@@ -67,12 +61,9 @@ def _answer(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parts(turn: Turn) -> list[dict[str, Any]]:
-    m, out, mark = turn.message, list[dict[str, Any]](), {"thoughtSignature": f"sig_{turn.id}"}
-    if m.get("reasoning_content"):
-        out.append({"text": m["reasoning_content"], "thought": True})
-    calls = calls_of(turn)
-    if m.get("content") or not calls:
-        out.append({"text": m.get("content") or ""} | mark)
+    (reasoning, texts, calls), mark = parts(turn), {"thoughtSignature": f"sig_{turn.id}"}
+    out: list[dict[str, Any]] = [{"text": reasoning, "thought": True}] if reasoning else []
+    out += [{"text": text} | mark for text in texts]
     return out + [{"functionCall": {"id": i, "name": n, "args": orjson.loads(a)}} | mark for i, n, a in calls]
 
 

@@ -1,7 +1,5 @@
 """OpenAI's Responses, without stored state: the whole input comes each time. The turn's id is in every item's id and in call_id."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import orjson
 
 from vime.agents.gateway.record import Asked, Turn, minted, text_of
-from vime.agents.gateway.wire import call, calls_of, numbers, put, side_call, sse, tool
+from vime.agents.gateway.wire import call, numbers, parts, put, side_call, sse, tool
 from vime.agents.gateway.wire_chat import error
 
 PING = b": ping\n\n"
@@ -73,13 +71,12 @@ def _tool(asked: Asked, t: dict[str, Any], space: str = "") -> None:
 
 
 def _items(turn: Turn, asked: Asked) -> list[dict[str, Any]]:
-    m, out = turn.message, list[dict[str, Any]]()
-    if m.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": m["reasoning_content"]}]
+    (reasoning, texts, calls), out = parts(turn), list[dict[str, Any]]()
+    if reasoning:
+        content: list[dict[str, Any]] = [{"type": "reasoning_text", "text": reasoning}]
         out.append({"type": "reasoning", "id": f"rs_{turn.id}", "summary": [], "content": content, "encrypted_content": None})
-    calls = calls_of(turn)
-    if m.get("content") or not calls:
-        content = [{"type": "output_text", "text": m.get("content") or "", "annotations": []}]
+    for text in texts:
+        content = [{"type": "output_text", "text": text, "annotations": []}]
         out.append({"type": "message", "id": f"msg_{turn.id}", "status": "completed", "role": "assistant", "content": content})
     for k, (i, name, arguments) in enumerate(calls):
         known = {"id": f"fc_{turn.id}_{k}", "status": "completed", "call_id": i, "name": name}

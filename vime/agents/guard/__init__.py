@@ -96,9 +96,8 @@ class Policy(BaseModel, extra="forbid"):
                     raise ValueError(f"rule {r.id} names what is not in [paths]: {', '.join(missing)}")
                 [re.compile(p) for p in (*r.match.values(), r.unless_earlier)]
         except (OSError, ValueError, re.error) as e:
-            raise VimeError(
-                f"the guard's policy {path} cannot be used: {' '.join(str(e).split())}", "docs/reward-hacking.md says how one is written"
-            ) from e
+            fault = " ".join(str(e).split())
+            raise VimeError(f"the guard's policy {path} cannot be used: {fault}", "docs/reward-hacking.md says how one is written") from e
         return found
 
 
@@ -157,10 +156,10 @@ class Guard:
     def _in(self, path: str, names: list[str], whole: bool = True) -> bool:
         """Whether an absolute path is in one of the sets, or (`whole`) a folder that holds a file of one."""
         files, folder, within = self.world.files, path.rstrip("/") + "/", [path]
-        if whole:
-            within += (
-                [folder + "test_.py"] if files is None else self.world.under(folder) if path in self.world.folders or path == self.world.root else []
-            )
+        if whole and files is None:
+            within.append(folder + "test_.py")
+        elif whole and (path in self.world.folders or path == self.world.root):
+            within += self.world.under(folder)
         for kind in map(self.policy.paths.__getitem__, names):
             if any(kind.holds(p.removeprefix(self.world.root + "/")) and (not kind.existing or files is None or p in files) for p in within):
                 return True

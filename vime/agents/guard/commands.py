@@ -153,9 +153,8 @@ def tabled(r: Reader, name: str, words: list[str], line: str, stdin: str, where:
     kept, r.cwd = r.cwd, r.paths(where)[0]
     inert = "when" in row and not any(re.fullmatch(row["when"], f + v) for f, v in flags)
     positional = ["", *given] if "script" in row and any(re.fullmatch(row["script"], f) for f, _ in flags) else given
-    found: dict[str, list[str]] = {
-        k: positional[slice(*row[k])] for k in ("reads", "writes", "deletes") if k in row and not (inert and k == "writes")
-    }
+    kinds = [k for k in ("reads", "writes", "deletes") if k in row and not (inert and k == "writes")]
+    found: dict[str, list[str]] = {k: positional[slice(*row[k])] for k in kinds}
     for flag, value in flags:
         for pattern, kind in row.get("options", {}).items():
             if value and re.fullmatch(pattern, flag):

@@ -158,10 +158,9 @@ class Reader:
                 return out
             case "variable_assignment":
                 name, value = plain(field_of("name").text), field_of("value")
-                self.vars[name] = (
-                    "" if value is None else " ".join(map(self.word, value.named_children)) if value.type == "array" else self.word(value)
-                )
-                self.vars[name] = self.vars[name] if len(self.vars[name]) < LONG else U
+                words = [] if value is None else value.named_children if value.type == "array" else [value]
+                text = " ".join(map(self.word, words))
+                self.vars[name] = text if len(text) < LONG else U
                 self.act("=", f"{name}={self.vars[name]}")
                 return ""
             case "function_definition":
@@ -229,10 +228,8 @@ class Reader:
     def split(self, node: Any) -> list[str]:
         """One or more words: an expansion outside quotes is split at blanks."""
         value = self.word(node)
-        loose = any(
-            c.type.endswith(("expansion", "command_substitution")) for c in (node, *(node.named_children if node.type == "concatenation" else ()))
-        )
-        return value.split() if loose else [value]
+        pieces = (node, *(node.named_children if node.type == "concatenation" else ()))
+        return value.split() if any(c.type.endswith(("expansion", "command_substitution")) for c in pieces) else [value]
 
     def word(self, node: Any) -> str:
         """The text of a word, quotes and escapes resolved, U where it is not known."""

@@ -73,24 +73,20 @@ def install(name: str, prefix: str | None = None) -> Path:
     return program(name, prefix)
 
 
-def fitted(spec: SandboxSpec, name: str, port: int, prefix: str | None = None) -> SandboxSpec:
+def fitted(spec: SandboxSpec, name: str, port: int) -> SandboxSpec:
     """`spec` with what the harness needs: its own folder and its interpreter, read-only, and the Gateway's `port` as PORT."""
-    found, binds = program(name, prefix), {}  # type: ignore[var-annotated]
+    found = program(name)
     python = found.parent / "python"
     by = python if python.exists() else Path(shutil.which("node") or "/usr/bin/node")
-    for path in (found.parent.parent, by.resolve().parent.parent):
-        binds |= {} if path == Path("/usr") else {str(path): str(path)}
+    binds = {str(p): str(p) for p in (found.parent.parent, by.resolve().parent.parent) if p != Path("/usr")}
     return replace(spec, binds=binds | spec.binds, sockets={PORT: port} | spec.sockets)
 
 
-async def run(
-    name: str, prompt: str, sandbox: Sandbox, token: str, model: str, *, base_url: str = f"http://127.0.0.1:{PORT}", timeout: float = 1800,
-    prefix: str | None = None,
-) -> HarnessResult:  # fmt: skip
+async def run(name: str, prompt: str, sandbox: Sandbox, token: str, model: str, *, timeout: float = 1800) -> HarnessResult:
     """Run harness `name` in the sandbox's work folder, which was opened with `fitted`, for a session of the Gateway with `token`; caps of its
     requests and tokens are the session's. No process of the sandbox's user is left afterwards. Raises: VimeError where it can't be started."""
-    how, found = known(name), program(name, prefix)
-    fill = {"base_url": base_url, "token": token, "model": model, "prompt": prompt, "prefix": str(found.parent.parent)}
+    how, found = known(name), program(name)
+    fill = {"base_url": f"http://127.0.0.1:{PORT}", "token": token, "model": model, "prompt": prompt, "prefix": str(found.parent.parent)}
     home = (await sandbox.exec(["sh", "-c", f"test -x {found} && cd && pwd"])).output.strip()
     if not home:
         raise VimeError(f"harness {name}: the sandbox does not show {found}", "open it with fitted(spec, name, port)")
@@ -100,13 +96,10 @@ async def run(
     argv = [f"{home}/{a}" if a in how.get("files", {}) else Template(a).safe_substitute(fill) for a in how["argv"]]
     done = await sandbox.exec([str(found), *argv], env=env, timeout=timeout, max_output=16 << 20)
     await sandbox.killall()
-    state: Any = "failed" if done.code or re.search(how["failed"], done.output) else "completed"
-    if done.timed_out:
-        state = "timeout"
-    elif BUDGET.search(done.output):
-        state = "budget"
-    elif done.code is not None and (done.code < 0 or done.code >= 126):
-        state = "crashed"
+    code = done.code or 0
+    ends: dict[Any, Any] = {"timeout": done.timed_out, "budget": BUDGET.search(done.output), "crashed": code < 0 or code >= 126}
+    ends |= {"failed": code or re.search(how["failed"], done.output), "completed": True}
+    state = next(s for s, holds in ends.items() if holds)
     return HarnessResult(state, done.code, done.seconds, done.output[-8000:])
 
 

@@ -79,7 +79,7 @@ class Running:
     close: Callable[[], None] = lambda: None  # its pipes
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
     """What tasks, tools and harnesses know of a sandbox. A kind of its own gives `start`, `stop`, and `begin`, which makes it."""
 
     own = 2  # processes that `killall` leaves: process 1, and what asks
@@ -93,9 +93,6 @@ class Sandbox:
 
     async def start(self, argv: list[str], cwd: str, env: dict[str, str]) -> Running:
         raise NotImplementedError
-
-    async def __aenter__(self) -> "Sandbox":
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()

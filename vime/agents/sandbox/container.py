@@ -49,9 +49,8 @@ class Container(Sandbox):
         if spec.sockets:
             relaying = await self.start(["python3", "-c", RELAY, *map(str, spec.sockets)], "/", {})
             if not await relaying.stdout.readline():
-                raise VimeError(
-                    f"sandbox: {image} cannot relay: {(await relaying.stderr.read()).decode(errors='replace')[-300:]}", "it needs python3"
-                )
+                told = (await relaying.stderr.read()).decode(errors="replace")[-300:]
+                raise VimeError(f"sandbox: {image} cannot relay: {told}", "it needs python3")
         if spec.base:
             await self.upload(spec.base, spec.workdir)
         self._first = await self.manifest()
@@ -64,9 +63,8 @@ class Container(Sandbox):
             raise VimeError(f"sandbox: there is no {self.command} here", "install it, or use kind = local") from e
         said = (await process.communicate())[1].decode(errors="replace").strip()
         if process.returncode:
-            raise VimeError(
-                f"sandbox: {self.command} {words[0]}: {(said.splitlines() or ['?'])[-1][:300]}", "docs/sandboxes.md, Containers", said[-2000:]
-            )
+            last = (said.splitlines() or ["?"])[-1][:300]
+            raise VimeError(f"sandbox: {self.command} {words[0]}: {last}", "docs/sandboxes.md, Containers", said[-2000:])
 
     async def start(self, argv: list[str], cwd: str, env: dict[str, str]) -> Running:
         tag = f"VIME_COMMAND={next(self.count)}"

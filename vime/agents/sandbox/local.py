@@ -106,9 +106,8 @@ class Local(Sandbox):
             self._writer.write(json.dumps(body | limits | {"bwrap": arguments(spec, self.state)}).encode() + b"\n")
             answer = json.loads(await self._reader.readline() or '{"error": "its keeper has ended"}')
         except OSError as e:
-            raise VimeError(
-                f"sandbox: {said(e)}", f"its sockets are in {tempfile.gettempdir()}: set TMPDIR to a folder of yours, of a short path"
-            ) from e
+            fix = f"its sockets are in {tempfile.gettempdir()}: set TMPDIR to a folder of yours, of a short path"
+            raise VimeError(f"sandbox: {said(e)}", fix) from e
         if error := answer.get("error"):
             fix = "give this process CAP_SYS_ADMIN (docker run --privileged), or use kind = docker:IMAGE" if "not permitted" in error else ""
             raise VimeError(f"sandbox: {error}", fix)

@@ -39,25 +39,14 @@ import tempfile
 import threading
 import types
 
-TRACERS = (
-    "hypothesis",
-    "coverage",
-)  # of the environment; the standard library's (bdb, trace, threading) would trace with a function that it is given
+# of the environment; the standard library's (bdb, trace, threading) would trace with a function that it is given
+TRACERS = ("hypothesis", "coverage")
 # what would show or change the grader's state: told at once, unless it is a tracer that asks, and not on behalf of a file that the agent wrote
-DENIED = [
-    "gc.get_objects",
-    "gc.get_referrers",
-    "gc.get_referents",
-    "sys._current_frames",
-    "sys.settrace",
-    "sys.setprofile",
-    "sys.monitoring.register_callback",
-]
-DENIED += ["ctypes.string_at", "ctypes.wstring_at", "ctypes.cdata", "code.__new__"]
+DENIED = ["gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys._current_frames", "sys.settrace", "sys.setprofile"]
+DENIED += ["sys.monitoring.register_callback", "ctypes.string_at", "ctypes.wstring_at", "ctypes.cdata", "code.__new__"]
 GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "inspect", "types", "dis", "functools", "__main__")
-Function = Caller = Subset = Case = AsyncCase = run_case = run_async = (
-    None  # pytest's item of a function, pluggy's callers of hooks: bound once pytest runs
-)
+# pytest's item of a function, pluggy's callers of hooks: bound once pytest runs
+Function = Caller = Subset = Case = AsyncCase = run_case = run_async = None
 
 
 def mac(key, text):
@@ -267,11 +256,8 @@ def around(item):
     """The code objects of every hook there is, and of the item's kind; "" where the machinery was replaced on the instance."""
     impls = [i.function for h in vars(item.config.hook).values() for i in h.get_hookimpls()]
     hooks = [type(h) for h in vars(item.ihook).values() if callable(h)]
-    odd = (
-        type(type(item)) is not type(Function)
-        or any(callable(getattr(type(item), n, None)) for n in vars(item))
-        or not set(hooks) <= {Caller, Subset}
-    )
+    odd = type(type(item)) is not type(Function) or any(callable(getattr(type(item), n, None)) for n in vars(item))
+    odd = odd or not set(hooks) <= {Caller, Subset}
     impls += [f for c in type.mro(type(item)) for f in vars(c).values() if type(f) is types.FunctionType]  # a kind of item of the agent's own
     return tuple(f.__code__ if type(f) in (types.FunctionType, types.MethodType) else "" for f in impls) + ("",) * odd
 

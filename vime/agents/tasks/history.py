@@ -17,34 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from vime.agents.tasks.trees import apply, checkout, git
+from vime.agents.tasks.trees import TABLE, apply, checkout, git
 from vime.errors import VimeError
 
 OFFLINE = {"GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1"}  # what is not here is not here, and a replaced object is the one it was
-STATE = (  # files of .git that can hold or name a future
-    r"([A-Z_]+_HEAD|(logs|worktrees|modules|rr-cache)/.+|info/(grafts|attributes)|objects/info/(http-)?alternates|hooks/.+(?<!\.sample)"
-    r"|objects/pack/.+\.promisor|.+\.bundle)"
-)
-CONFIG = r"(remote|url|alias|filter|uploadpack|include|includeif)\..*|core\.(hookspath|fsmonitor|worktree|attributesfile)|extensions\.(partialclone|worktreeconfig)"
-PLAIN = (
-    ".py",
-    ".pyc",
-    ".pyi",
-    ".so",
-    ".txt",
-    ".h",
-    ".hpp",
-    ".c",
-    ".js",
-    ".json",
-    ".html",
-    ".css",
-    ".md",
-    ".rst",
-    ".png",
-    ".dat",
-    ".exe",
-)  # no archives
+STATE, CONFIG, PLAIN = TABLE["history"]["state"], TABLE["history"]["config"], tuple(TABLE["history"]["plain"])
 MOST = 64 << 20  # bytes of a member of an archive that are looked at
 Wanted = dict[str, tuple[bytes, bytes]]  # path -> content before and after the fix
 
@@ -57,21 +34,10 @@ def clean(repo: str | Path, base: str, out: Path) -> str:
     git("init", "-q", "-b", "main", "--template=", str(out))
     serve = "git -c safe.directory=* -c uploadpack.allowAnySHA1InWant=true upload-pack"
     source = Path(git("-C", str(repo), "rev-parse", "--absolute-git-dir").decode().strip())
-    git(
-        "-C",
-        str(out),
-        "fetch",
-        "-q",
-        "--no-tags",
-        "--no-write-fetch-head",
-        "--upload-pack",
-        serve,
-        source.as_uri(),
-        f"{sha}:refs/vime/base",
-        env=OFFLINE,
-    )
-    git("-C", str(out), "reset", "-q", "--hard", "refs/vime/base")
-    git("-C", str(out), "update-ref", "-d", "refs/vime/base")
+    at, wanted = ("-C", str(out)), f"{sha}:refs/vime/base"
+    git(*at, "fetch", "-q", "--no-tags", "--no-write-fetch-head", "--upload-pack", serve, source.as_uri(), wanted, env=OFFLINE)
+    git(*at, "reset", "-q", "--hard", "refs/vime/base")
+    git(*at, "update-ref", "-d", "refs/vime/base")
     for left in ("ORIG_HEAD", "FETCH_HEAD", "logs", "hooks", "description"):
         p = out / ".git" / left
         shutil.rmtree(p) if p.is_dir() else p.unlink(missing_ok=True)

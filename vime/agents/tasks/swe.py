@@ -24,17 +24,11 @@ from typing import Any
 
 from vime.agents.sandbox import SandboxSpec, open_sandbox
 from vime.agents.tasks import cleanroom, history
-from vime.agents.tasks.trees import CACHES, Files, apply, checkout, clone_of, git, to_patch, whole, write
+from vime.agents.tasks.trees import CACHES, TABLE, Files, apply, checkout, clone_of, git, to_patch, whole, write
 from vime.errors import VimeError, said
 from vime.sample import Sample
 
-TESTS = ["tests/*", "test/*", "*/tests/*", "*/test/*", "test_*.py", "*_test.py", "tests.py", "conftest.py"]
-# what decides how tests run: dropped from an agent's work unless the gold patch touches that very file
-PROTECTED = [
-    *TESTS, "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "Makefile", "noxfile.py",
-    "sitecustomize*", "usercustomize*", "*.pth", "*.egg-info/*", "*.dist-info/*", ".git*", ".git/*", "*/.git/*", "*.pyc", "*.so", "*.egg", "*.whl",
-]  # fmt: skip
-SUSPICIOUS = r"os\._exit|_pytest|import pytest|sys\.modules|atexit|inspect\.stack|_getframe|tb_frame|PYTEST_|gc\.get_|ctypes|settrace|/proc/|addaudithook|xfail|_thread"
+TESTS, PROTECTED = TABLE["grade"]["tests"], TABLE["grade"]["tests"] + TABLE["grade"]["protected"]
 ROOM = "/testbed"  # where the tree is while its tests run
 CLEAN = "/opt/clean.git"  # the cleaned history, in a container, until it takes the place of the image's
 
@@ -83,18 +77,15 @@ def load(path: str | Path) -> list[Instance]:
             rows = pyarrow.parquet.read_table(p).to_pylist()
         else:
             rows = json.loads(p.read_text()) if p.suffix == ".json" else [json.loads(line) for line in p.read_text().splitlines() if line.strip()]
-        lists = [
-            {k: json.loads(v) if isinstance(v, str) else list(v) for k, v in r.items() if k.endswith("_TO_PASS")} for r in rows
-        ]  # text on the hub
+        for r in rows:  # on the hub the lists are text
+            r |= {k: json.loads(v) if isinstance(v, str) else list(v) for k, v in r.items() if k.endswith("_TO_PASS")}
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise VimeError(f"{p} cannot be read as instances: {said(e)}", "each row is an object with the columns of SWE-bench: docs/swe.md") from e
-    names = {f.name: f for f in dataclasses.fields(Instance)}
-    out = []
+    names = [f.name for f in dataclasses.fields(Instance)]
     for n, row in enumerate(rows):
-        if lacks := [k for k in list(names)[:7] if k not in row]:
+        if lacks := [k for k in names[:7] if k not in row]:
             raise VimeError(f"row {n} of {p} lacks {', '.join(lacks)}", "the columns are those of SWE-bench: docs/swe.md")
-        out.append(Instance(**{k: v for k, v in row.items() if k in names and v is not None} | lists[n]))
-    return out
+    return [Instance(**{k: v for k, v in row.items() if k in names and v is not None}) for row in rows]
 
 
 def touched(patch: str) -> set[str]:
@@ -225,11 +216,14 @@ async def grade(i: Instance, base: Path, files: Files, python: str = sys.executa
         tree = shutil.copytree(base, Path(tmp, "t"), symlinks=True)
         flags = suspicious(base, kept)
         apply(tree, i.test_patch, f"test patch of {i.instance_id}")
+        outcomes, log = dict[str, str](), ""
+        fault: str | None = None
         try:
             write(tree, kept)
         except VimeError as e:
-            return Grade(False, str(e), dict.fromkeys(ids, "missing"), dropped, flags, {}, time.monotonic() - begun)
-        outcomes, fault, log = await run_tests(tree, sorted({n.split("::")[0] for n in ids}), i, i.python or python, timeout, kept)
+            fault = str(e)
+        else:
+            outcomes, fault, log = await run_tests(tree, sorted({n.split("::")[0] for n in ids}), i, i.python or python, timeout, kept)
     failed = passed(i, outcomes, official)
     return Grade(not fault and not failed, fault, failed, dropped, flags, outcomes, time.monotonic() - begun, log)
 
@@ -240,7 +234,7 @@ def suspicious(base: Path, files: Files) -> list[str]:
     for path, content in files.items():
         old = set((base / path).read_bytes().splitlines()) if (base / path).is_file() else set()
         new = b"\n".join(line for line in (content or b"").splitlines() if line not in old).decode(errors="replace")
-        out += [f"{path}: {w}" for w in sorted(set(re.findall(SUSPICIOUS, new)))]
+        out += [f"{path}: {w}" for w in sorted(set(re.findall(TABLE["grade"]["suspicious"], new)))]
     return out
 
 
@@ -279,12 +273,6 @@ def build(repo: str | Path, fix: str, name: str = "", python: str = sys.executab
     if not f2p:
         raise VimeError(f"no test of {fix[:12]} of {name} fails before and passes after", "a dependency may be missing in --python", log)
     return dataclasses.replace(made, FAIL_TO_PASS=sorted(f2p), PASS_TO_PASS=sorted(p2p))
-
-
-PROMPT = """{problem}
-
-The repository is in {root}. Change its source so that this is solved; tests that are not shown will check it. `python -m pytest` runs
-those that are there. What you change in tests, in conftest.py or in files that configure tests does not count."""
 
 
 class Task:
@@ -328,7 +316,7 @@ class Task:
     async def setup(self, sample: Sample) -> tuple[SandboxSpec, list[dict[str, Any]], list[Any]]:
         i = self.instances[str(sample.label)]
         _, work = await self.base(i)
-        text, python = PROMPT.format(problem=i.problem_statement, root=ROOM), i.python or self.python
+        text, python = TABLE["grade"]["prompt"].format(problem=i.problem_statement, root=ROOM), i.python or self.python
         env = {"PYTHONPATH": ":".join(f"{ROOM}/{p}" for p in i.paths), "PATH": f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"}
         swap = {"binds": {str(work / ".git"): CLEAN}, "prepare": f"rm -rf {ROOM}/.git && cp -R {CLEAN} {ROOM}/.git"} if work.exists() else {}
         given: dict[str, Any] = swap if i.image else {"base": str(work), "binds": environment(python), "env": env}

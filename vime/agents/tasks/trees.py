@@ -4,26 +4,22 @@ import os
 import shutil
 import subprocess
 import tempfile
+import tomllib
 from pathlib import Path
 
 from vime.errors import VimeError, said
 
+TABLE = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
+ALONE = {"HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_TERMINAL_PROMPT": "0"}
 Files = dict[str, bytes | None]  # path in the tree -> new content, None where it was deleted
 CACHES = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".venv", "venv", "node_modules"}
 
 
 def git(*args: str, env: dict[str, str] | None = None, data: bytes | None = None, ok: tuple[int, ...] = (0,)) -> bytes:
     """git's standard output, with no configuration, hook or attribute of this machine or user. Raises VimeError with git's words."""
-    clean = {
-        "PATH": os.environ["PATH"],
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_TERMINAL_PROMPT": "0",
-        "HOME": "/nonexistent",
-    }
     settings = ("safe.directory=*", "core.hooksPath=/dev/null", "core.fsmonitor=false", "core.logAllRefUpdates=false", "gc.auto=0")
     quiet = [w for s in settings for w in ("-c", s)]
-    r = subprocess.run(["git", *quiet, *args], env=clean | (env or {}), input=data, capture_output=True)
+    r = subprocess.run(["git", *quiet, *args], env={"PATH": os.environ["PATH"]} | ALONE | (env or {}), input=data, capture_output=True)
     if r.returncode not in ok:
         raise VimeError(f"git {' '.join(args)[:200]} failed", "see what git said", r.stderr.decode(errors="replace")[-2000:])
     return r.stdout
@@ -31,10 +27,8 @@ def git(*args: str, env: dict[str, str] | None = None, data: bytes | None = None
 
 def clone_of(repo: str, mirror: Path) -> Path:
     """The clone of `owner/name` below `mirror`, with a work tree or bare, in any of the usual places. Raises VimeError naming them."""
-    places = [
-        mirror / p / end for p in (repo, repo.replace("/", "+"), repo.replace("/", "__"), f"{repo}.git", repo.split("/")[-1]) for end in ("", "repo")
-    ]
-    for p in places:
+    names = (repo, repo.replace("/", "+"), repo.replace("/", "__"), f"{repo}.git", repo.split("/")[-1])
+    for p in (mirror / name / end for name in names for end in ("", "repo")):
         if (p / "HEAD").is_file() or (p / ".git").exists():
             return p
     raise VimeError(f"there is no clone of {repo} in {mirror}", f"git clone --bare https://github.com/{repo} {mirror / repo}.git")

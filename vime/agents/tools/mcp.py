@@ -62,7 +62,7 @@ async def connect(servers: dict[str, str], ctx: Context) -> list[Tool]:
 
 
 def server(tools: list[Tool], ctx: Context) -> Any:
-    """An MCP server of these tools, all calls in one context: `run_stdio`, or `.streamable_http_app()` for an ASGI server."""
+    """An MCP server of these tools, all calls in one context; `.streamable_http_app()` makes an ASGI server of it."""
     from mcp import types
     from mcp.server.lowlevel import Server
 
@@ -80,17 +80,8 @@ def server(tools: list[Tool], ctx: Context) -> Any:
     return Server("vime", on_list_tools=listed, on_call_tool=called)
 
 
-async def run_stdio(tools: list[Tool], ctx: Context) -> None:
-    """Serve until stdin is closed."""
-    from mcp import stdio_server
-
-    made = server(tools, ctx)
-    async with stdio_server() as (reads, writes):
-        await made.run(reads, writes, made.create_initialization_options())
-
-
 def command(names: list[str], options: str, base: str | None) -> int:
-    """`vime mcp`."""
+    """`vime mcp`: serves until stdin is closed."""
     try:
         given = {str(k): dict(v) for k, v in json.loads(options).items()}
     except (ValueError, TypeError, AttributeError) as e:
@@ -103,7 +94,11 @@ def command(names: list[str], options: str, base: str | None) -> int:
                 from vime.agents.sandbox import SandboxSpec, open_sandbox
 
                 ctx.sandbox = await ctx.enter_async_context(await open_sandbox(SandboxSpec(base=base)))
-            await run_stdio(tools, ctx)
+            from mcp import stdio_server
+
+            made = server(tools, ctx)
+            async with stdio_server() as (reads, writes):
+                await made.run(reads, writes, made.create_initialization_options())
 
     asyncio.run(run())
     return 0
