@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -99,13 +100,7 @@ def joined(units: Sequence[Unit]) -> Unit:
 
 def _units(row: Unit, pairs: bool) -> list[Unit]:
     """A unit of each sample, or of each group, whose samples are then compared in the loss."""
-    out: list[Unit] = []
-    for x in row:
-        if pairs and out and out[-1][0][0].group_index == x[0].group_index:
-            out[-1].append(x)
-        else:
-            out.append([x])
-    return out
+    return [list(unit) for _, unit in groupby(row, lambda x: x[0].group_index if pairs else x[0].index)]
 
 
 def _work(row: Unit, width: int) -> np.ndarray:
