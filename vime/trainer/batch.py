@@ -50,9 +50,7 @@ def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: st
     return np.full(len(n), 1.0 / (horizon if aggregate == "seq-mean-token-sum-norm" else scale))
 
 
-def plan(
-    metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0, part: bool = False
-) -> list[RankPlan]:  # fmt: skip
+def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0, part: bool = False) -> list[RankPlan]:
     """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches of like cost; one RankPlan
     per rank. Loss weights are set here, so their sum depends on nothing below. `width`: the model's hidden size, for the share of attention;
     0: cost is tokens. `part`: more samples of the step follow, so weights are not divided by their `denominator` yet (train.stream)."""
