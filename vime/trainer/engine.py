@@ -477,11 +477,3 @@ class Trainer:
         """Wait for the checkpoint that is being written. Raises: VimeError where it could not be."""
         writing, self.writing = self.writing, None
         agree(writing.exception() if writing else None)
-
-    def close(self) -> None:
-        """Leave the process group and remove the published files."""
-        self.writer.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if self.rank == 0:
-            shutil.rmtree(location(self.cfg), ignore_errors=True)
