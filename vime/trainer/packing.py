@@ -81,8 +81,7 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     per_token: list[tuple[np.ndarray, ...]] = []  # of each sample what the trained tokens' arrays are made of
     whole: list[np.ndarray] = []
     order: list[Sample] = []
-    supports: list[np.ndarray] = []
-    drawn: list[np.ndarray] = []  # size of each trained token's support
+    drawn: list[tuple[np.ndarray, np.ndarray]] = []  # of a sample: the supports of its trained tokens, and the size of each
 
     def lay(tokens: Sequence[int], first: int, prefix: int = 0) -> int:
         start = len(ids)
@@ -104,9 +103,8 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
             keep = np.flatnonzero(s.loss_mask)
             order.append(s)
             if s.rollout_top_p_token_offsets:
-                sizes = np.diff(s.rollout_top_p_token_offsets)
-                drawn.append(sizes[keep])
-                supports.append(np.asarray(s.rollout_top_p_token_ids, dtype=np.int64)[np.repeat(np.asarray(s.loss_mask) > 0, sizes)])
+                sizes, trained = np.diff(s.rollout_top_p_token_offsets), np.asarray(s.loss_mask) > 0
+                drawn.append((np.asarray(s.rollout_top_p_token_ids, dtype=np.int64)[np.repeat(trained, sizes)], sizes[keep]))
             position, label = whole[-1][p - 1 :][keep], np.asarray(s.tokens[p:], dtype=np.int64)[keep]
             numbers = np.full(len(keep), i.advantage), np.full(len(keep), i.weight), np.asarray(s.rollout_log_probs)[keep]
             per_token.append((position, label, *numbers))
@@ -119,8 +117,8 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     if drawn:
         if len(drawn) != len(order):
             raise ValueError(f"{len(order) - len(drawn)} of {len(order)} samples came without the tokens they were drawn from")
-        ends = np.concatenate([[0], np.cumsum(np.concatenate(drawn))])
-        support = torch.from_numpy(np.concatenate(supports)), torch.from_numpy(ends)
+        supports, sizes = (np.concatenate(x) for x in zip(*drawn))
+        support = torch.from_numpy(supports), torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
     where, routing = [torch.from_numpy(w) for w in whole], pack_routing(order, whole, len(ids))
     everything = torch.cat([rows[:0], *where])
     uses = None if routing is None else everything.bincount(minlength=len(ids))
