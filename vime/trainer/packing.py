@@ -112,7 +112,7 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
         lay([0], 0)
     arrays = [np.concatenate(x) for x in zip(*per_token)] if per_token else [np.zeros(0)] * 5
     rows, labels = (torch.from_numpy(np.asarray(a, dtype=np.int64)) for a in arrays[:2])
-    floats = [torch.from_numpy(np.asarray(a, dtype=np.float32)) for a in arrays[2:]]
+    advantages, weights, rollout = (torch.from_numpy(np.asarray(a, dtype=np.float32)) for a in arrays[2:])
     support = None
     if drawn:
         if len(drawn) != len(order):
@@ -121,9 +121,10 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
         support = torch.from_numpy(supports), torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
     where, routing = [torch.from_numpy(w) for w in whole], pack_routing(order, whole, len(ids))
     everything = torch.cat([rows[:0], *where])
+    buckets, scatter = _buckets(segments, len(ids))
     uses = None if routing is None else everything.bincount(minlength=len(ids))
     return Pack(
-        torch.tensor([ids]), torch.tensor([pos]), *_buckets(segments, len(ids)), rows, labels, *floats, support, order, where,
+        torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, rows, labels, advantages, weights, rollout, support, order, where,
         routing=routing, uses=uses, segments=tuple(segments), trained=[rows], everything=[everything],
     )  # fmt: skip
 
