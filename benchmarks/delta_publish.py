@@ -119,8 +119,8 @@ def main() -> None:
     finally:
         if fleet:
             fleet.close()
-        trainer.close()
-        shutil.rmtree(plain.folder, ignore_errors=True)
+        for folder in (plain.folder, trainer.publisher.folder):
+            shutil.rmtree(folder, ignore_errors=True)
         engine.stop()
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from tests.integration.test_corrections import naive, sampled
 from tests.integration.test_trainer import close, compare, plain_log_probs, run_steps
 from tests.integration.test_trainer_checkpoint import timeless, train
-from tests.integration.trainer_kit import make_batch, make_cfg, make_model, one_rank, train_once, weights
+from tests.integration.trainer_kit import leave, make_batch, make_cfg, make_model, one_rank, train_once, weights
 from vime.errors import VimeError
 from vime.procs import free_port
 from vime.sample import meta_of
@@ -214,7 +214,7 @@ def test_a_critic_apart_is_the_one_on_the_same_ranks(tmp_path, two_ranks, axis):
             metrics.append(trainer.train(k + 1, mine))
         close(critic, of_critic(trainer))
     finally:
-        trainer.close()
+        leave(trainer)
     for found in two_ranks(given, cfg, [3, 4], advantages):
         assert not isinstance(found, Exception), found
         for whole, rest, ours in zip(want, found[0], metrics):

@@ -45,7 +45,7 @@ def groups_of(trainer: Trainer, pictures: list[Path], shown: list[list[int]], n:
     """A group of n samples per list of images: text, and each image as the run of placeholders that a server would make of it."""
     r, (vision,) = random.Random(0), trainer.vision.values()
     refs = [reference(str(p), Path()) for p in pictures]
-    sizes = [vision.count(trainer.model, dict(vision.processor(images=[Image.open(p)], return_tensors="pt"))) for p in pictures]
+    sizes = [vision.count(dict(vision.processor(images=[Image.open(p)], return_tensors="pt"))) for p in pictures]
     out = []
     for g, images in enumerate(shown):
         prompt = [1, *(r.randrange(3, 40) for _ in range(3))]

@@ -2,6 +2,7 @@
 
 import io
 import random
+import shutil
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -23,6 +25,7 @@ from vime.sample import Sample, meta_of
 from vime.trainer.advantage import estimate
 from vime.trainer.batch import plan
 from vime.trainer.engine import Trainer
+from vime.weights import location
 
 VOCAB = 61
 THREADS = 150  # gloo leaves a few behind with each process group, and each wakes up a hundred times a second
@@ -78,6 +81,15 @@ def train_once(trainer: Trainer, cfg: Config, step: int, batch: list[list[Sample
     return trainer.train(step, plan(metas, advantages, cfg, cfg.parallel.fsdp)[cfg.parallel.shard(trainer.rank)], *batch)
 
 
+def leave(trainer: Trainer) -> None:
+    """What a rank's process does by ending: leave the process group, remove the published files."""
+    trainer.writer.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if trainer.rank == 0:
+        shutil.rmtree(location(trainer.cfg), ignore_errors=True)
+
+
 @contextmanager
 def one_rank(cfg: Config, checkpoint: Path | None = None) -> Any:
     """A Trainer of one rank in this process."""
@@ -86,7 +98,7 @@ def one_rank(cfg: Config, checkpoint: Path | None = None) -> Any:
         trainer.setup(str(checkpoint) if checkpoint else None)
         yield trainer
     finally:
-        trainer.close()
+        leave(trainer)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -111,7 +123,7 @@ def _rank_main(rank: int, pipe: Connection) -> None:
         except Exception as e:  # the test looks at it
             traceback.print_exc()
             result = RuntimeError(f"{type(e).__name__}: {e}")
-        trainer.close()
+        leave(trainer)
         # A mesh equals one of the same shape whose process groups are gone: results remembered for that one name groups that no longer exist.
         _clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()

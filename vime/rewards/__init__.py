@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from math import isfinite  # `math` becomes this package's submodule
 from typing import Any
@@ -16,6 +16,7 @@ from vime.sample import Sample, Status, plain
 from vime.sections import RewardConfig
 
 Reward = Callable[[Any, Sample], Any]
+Value = float | dict[str, Any]
 
 
 def exact(args: Any, sample: Sample) -> float:
@@ -70,13 +71,7 @@ class Threads:
 
         async with self._math if fn is math_reward else self._free:
             threading.Thread(target=run, name="reward", daemon=True).start()
-            result = asyncio.wrap_future(done)
-            try:
-                if not (await asyncio.wait({result}, timeout=timeout))[0]:
-                    raise _late(timeout)
-                return result.result()
-            finally:
-                result.cancel()
+            return await _within(timeout, asyncio.wrap_future(done))
 
 
 def _carried(e: BaseException) -> Exception:
@@ -86,11 +81,20 @@ def _carried(e: BaseException) -> Exception:
     return RuntimeError(f"it raised {type(e).__name__}: {e}")
 
 
-def _late(timeout: float) -> VimeError:
-    return VimeError(f"no reward within {timeout:g} s", "raise reward.timeout")
+async def _within(timeout: float, value: Awaitable[Any]) -> Any:
+    """What it gives. Raises: VimeError after `timeout` seconds."""
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            return await value
+    except TimeoutError as e:
+        if not limit.expired():
+            raise  # the function's own
+        raise VimeError(f"no reward within {timeout:g} s", "raise reward.timeout") from e
+    except SystemExit as e:
+        raise _carried(e) from e
 
 
-async def score(fn: Reward, args: Any, sample: Sample, timeout: float, threads: Threads | None = None) -> float | dict[str, Any]:
+async def score(fn: Reward, args: Any, sample: Sample, timeout: float, threads: Threads | None = None) -> Value:
     """One sample's reward: a finite float, or the function's dict unchanged.
 
     A sync function runs in one of `threads`. Raises: VimeError after the timeout, or for a value that is neither; whatever the function
@@ -99,9 +103,7 @@ async def score(fn: Reward, args: Any, sample: Sample, timeout: float, threads: 
     return _checked(await _call(fn, args, sample, timeout, threads or Threads()))
 
 
-async def score_group(
-    fn: Reward, args: Any, samples: list[Sample], timeout: float, threads: Threads | None = None
-) -> list[float | dict[str, Any]]:
+async def score_group(fn: Reward, args: Any, samples: list[Sample], timeout: float, threads: Threads | None = None) -> list[Value]:
     """As `score`, for a function of a whole group (reward.group): one value per sample."""
     values = list(await _call(fn, args, samples, timeout, threads or Threads()))
     if len(values) != len(samples):
@@ -111,20 +113,10 @@ async def score_group(
 
 async def _call(fn: Reward, args: Any, sample: Any, timeout: float, threads: Threads) -> Any:
     value = fn(args, sample) if inspect.iscoroutinefunction(fn) else await threads.call(timeout, fn, args, sample)
-    if not inspect.isawaitable(value):
-        return value
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return await value
-    except TimeoutError as e:
-        if not limit.expired():
-            raise  # the function's own
-        raise _late(timeout) from e
-    except SystemExit as e:
-        raise _carried(e) from e
+    return await _within(timeout, value) if inspect.isawaitable(value) else value
 
 
-def _checked(value: Any) -> float | dict[str, Any]:
+def _checked(value: Any) -> Value:
     if isinstance(value, dict):
         try:
             return dict(plain(value, "the reward"))

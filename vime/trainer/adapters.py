@@ -28,7 +28,7 @@ def add(model: PreTrainedModel, cfg: Config) -> None:
     try:
         with torch.random.fork_rng():
             torch.manual_seed(cfg.seed)
-            peft.inject_adapter_in_model(lora, model)
+            model.add_adapter(lora)
         for name, p in model.named_parameters() if hasattr(model, "layout") else ():  # not where an offloaded weight lies
             if ".lora_" in name:
                 p.data = p.data.to(model.layout.device)
@@ -48,13 +48,8 @@ def check(cfg: Config) -> None:
 @contextmanager
 def off(model: PreTrainedModel) -> Iterator[None]:
     """In the block the model is what it was without adapters: the reference policy, which takes no memory of its own."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    model.disable_adapters()
     try:
-        for m in layers:
-            m.enable_adapters(False)
         yield
     finally:
-        for m in layers:
-            m.enable_adapters(True)
+        model.enable_adapters()

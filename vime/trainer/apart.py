@@ -6,16 +6,14 @@ import numpy as np
 import torch
 
 from vime.config import Config
-from vime.errors import VimeError
 from vime.sample import Sample
 from vime.trainer import state
 from vime.trainer.batch import RankPlan
 from vime.trainer.context import lay_out
 from vime.trainer.critic import Critic
 from vime.trainer.engine import Trainer, adamw
-from vime.trainer.faults import alone, named
+from vime.trainer.faults import alone, named, together
 from vime.trainer.packing import Pack, pack
-from vime.trainer.parallel import agree
 from vime.trainer.returns import per_token
 
 
@@ -38,14 +36,9 @@ class CriticTrainer(Trainer):
 
     def advantages(self, step: int, plan: RankPlan, samples: list[Sample]) -> dict[int, np.ndarray]:
         """Those of this rank's samples, by uid: float32 of a sample's trained tokens, whitened over the samples of all ranks."""
-        error = None
-        try:
+        with together(f"step {step}, critic rank {self.rank}"):
             by_uid = {s.uid: s for s in samples}
             self.steps = [lay_out([pack(items, by_uid) for items in mini], self.layout) for mini in plan.steps]
-        except (KeyError, ValueError, VimeError) as e:
-            what = f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)
-            error = VimeError(f"step {step}, critic rank {self.rank}: {what}")
-        agree(error)
         batches = [b for mini in self.steps for b in mini]
         for k, batch in enumerate(batches):
             with alone(f"step {step}, {named(batches, k)}, values"):

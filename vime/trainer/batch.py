@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -49,9 +50,7 @@ def token_weights(trained: Sequence[int], rollouts: Sequence[int], aggregate: st
     return np.full(len(n), 1.0 / (horizon if aggregate == "seq-mean-token-sum-norm" else scale))
 
 
-def plan(
-    metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0, part: bool = False
-) -> list[RankPlan]:  # fmt: skip
+def plan(metas: Sequence[SampleMeta], advantages: Sequence[float], cfg: Config, world: int, width: int = 0, part: bool = False) -> list[RankPlan]:
     """Split one rollout batch into optimizer steps of `train.global_batch_size` rollouts, ranks, and micro-batches of like cost; one RankPlan
     per rank. Loss weights are set here, so their sum depends on nothing below. `width`: the model's hidden size, for the share of attention;
     0: cost is tokens. `part`: more samples of the step follow, so weights are not divided by their `denominator` yet (train.stream)."""
@@ -99,13 +98,7 @@ def joined(units: Sequence[Unit]) -> Unit:
 
 def _units(row: Unit, pairs: bool) -> list[Unit]:
     """A unit of each sample, or of each group, whose samples are then compared in the loss."""
-    out: list[Unit] = []
-    for x in row:
-        if pairs and out and out[-1][0][0].group_index == x[0].group_index:
-            out[-1].append(x)
-        else:
-            out.append([x])
-    return out
+    return [list(unit) for _, unit in groupby(row, lambda x: x[0].group_index if pairs else x[0].index)]
 
 
 def _work(row: Unit, width: int) -> np.ndarray:

@@ -65,13 +65,11 @@ def _view(b: Pack, length: int, layout: Layout, pairs: bool) -> Pack:
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(1, heads, T / cp, D) of this rank's piece -> (1, heads / cp, T, D) of the whole row. Fewer heads than ranks are repeated first."""
     n = group.size()
-    x = x[0].repeat_interleave(n // math.gcd(n, x.shape[1]), 0) if x.shape[1] % n else x[0]
-    x = all_to_all_single_autograd(x.unflatten(0, (n, -1)).contiguous(), [1] * n, [1] * n, group)
-    return x.transpose(0, 1).flatten(1, 2)[None]
+    return to_sequence(x.repeat_interleave(n // math.gcd(n, x.shape[1]), 1) if x.shape[1] % n else x, group)
 
 
 def to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: (1, T, heads / cp, D) -> (1, T / cp, heads, D)."""
+    """The way back: (1, T, heads / cp, D) -> (1, T / cp, heads, D). Each rank keeps its part of the second dimension, and gets all of the third."""
     n = group.size()
     x = all_to_all_single_autograd(x[0].unflatten(0, (n, -1)).contiguous(), [1] * n, [1] * n, group)
     return x.transpose(0, 1).flatten(1, 2)[None]

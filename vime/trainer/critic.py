@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
 
 from vime.config import Config
-from vime.trainer.layout import Layout
+from vime.trainer.layout import Layout, reshard
 from vime.trainer.loss import value_loss
 from vime.trainer.packing import Pack, Sealed
 from vime.trainer.parallel import load_model
@@ -37,9 +36,7 @@ class Critic:
     @torch.no_grad()
     def values(self, batch: Pack) -> torch.Tensor:
         out = self.forward(batch)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.model)
         return out
 
     def backward(self, batch: Pack, total: torch.Tensor) -> None:

@@ -46,6 +46,13 @@ def lists(samples: list[Sample], device: torch.device) -> dict[str, Any]:
     }
 
 
+def log_probs(batches: Sequence[Pack], masks: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """Those that are known of the samples, under slime's names."""
+    fields = {"log_probs": "old", "ref_log_probs": "ref", "rollout_log_probs": "rollout_log_probs"}
+    known = {name: field for name, field in fields.items() if getattr(batches[0], field) is not None}
+    return {name: spread(torch.cat([getattr(b, field) for b in batches]), masks) for name, field in known.items()}
+
+
 def tis(fn: Fn, args: Args, batch: Pack, pg: Tensor, train: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """algo.custom_tis on a micro-batch: its token losses (M,), the share of each token's weight that is left (M,), its metrics (M,)."""
     known, key = lists(batch.samples, pg.device), "algo.custom_tis"
@@ -72,9 +79,7 @@ def advantages(fn: Fn, args: Args, batches: list[Pack], rewards: dict[int, float
     masks = data["loss_masks"]
     data |= {"tokens": [torch.tensor(s.tokens) for s in samples], "rewards": [rewards[s.uid] for s in samples]}
     data |= {"raw_reward": [s.reward for s in samples], "kl": [torch.zeros(len(m), device=m.device) for m in masks]}
-    for name, field in (("log_probs", "old"), ("ref_log_probs", "ref"), ("rollout_log_probs", "rollout_log_probs")):
-        if getattr(batches[0], field) is not None:
-            data[name] = spread(torch.cat([getattr(b, field) for b in batches]), masks)
+    data |= log_probs(batches, masks)
     call(fn, key, args, data)
     if "advantages" not in data:
         raise VimeError(f"{key}: {getattr(fn, '__name__', fn)} filled in no rollout_data['advantages']")
@@ -92,10 +97,7 @@ def loss(fn: Fn, args: Args, batch: Pack, hidden: Tensor, weight: Tensor, scale:
     data = lists(batch.samples, hidden.device)
     masks = data["loss_masks"]
     data |= {"unconcat_tokens": [torch.tensor(s.tokens, device=hidden.device) for s in batch.samples]}
-    for name, x in (("log_probs", batch.old), ("ref_log_probs", batch.ref), ("rollout_log_probs", batch.rollout_log_probs)):
-        if x is not None:
-            data[name] = spread(x, masks)
-    data["advantages"] = spread(batch.advantages, masks)
+    data |= log_probs([batch], masks) | {"advantages": spread(batch.advantages, masks)}
     parts = (hidden @ weight.T).float().split([n - 1 for n in data["total_lengths"]])
     logits = torch.cat([F.pad(z, (0, 0, 0, 1)) for z in parts])[None]
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from vime import accel, hooks
@@ -24,8 +23,8 @@ from vime.trainer import adapters, axes, checkpoint, custom, state
 from vime.trainer import critic as critics
 from vime.trainer.batch import Item, RankPlan
 from vime.trainer.context import lay_out
-from vime.trainer.faults import alone, named, not_finite
-from vime.trainer.layout import Layout
+from vime.trainer.faults import alone, named, not_finite, together
+from vime.trainer.layout import Layout, reshard
 from vime.trainer.loss import HeadLoss, dpo_loss, head_log_probs, importance_weights, kl, opsm_mask, policy_loss, rejection_mask
 from vime.trainer.packing import Pack, pack
 from vime.trainer.parallel import agree, init, load_model
@@ -151,9 +150,10 @@ class Trainer:
         samples = {s.uid: s for g in groups for s in g}
         steps: list[list[Pack]] = []
         stale = np.zeros(0)  # weight versions that each trained token is behind
-        error: BaseException | None = self.writing.exception() if self.writing and self.writing.done() else None
         pairs = self.cfg.train.objective == "dpo"
-        try:
+        if self.writing:
+            agree(self.writing.exception() if self.writing.done() else None)
+        with together(f"step {step}, trainer rank {self.rank}"):
             steps = [lay_out([pack(items, samples) for items in mini], self.layout, pairs) for mini in plan.steps]
             if self.cfg.rollout.truncated and any(b.samples and b.support is None for mini in steps for b in mini):
                 raise ValueError("with rollout.top_p or top_k every sample needs its sampling_mask (see Sample.append_tokens)")
@@ -169,16 +169,11 @@ class Trainer:
                 raise ValueError(f"a token's weights are {stale.max()} versions old, train.max_staleness is {bound}")
             if stale.min(initial=0) < 0:
                 raise ValueError(f"a token's weights are version {step - 1 - stale.min()}, not published yet: does another run use these servers?")
-        except (KeyError, ValueError, VimeError) as e:
-            what = f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)
-            error = VimeError(f"step {step}, trainer rank {self.rank}: {what}")
-        agree(error)  # peers must not enter the first collective without this rank
         batches, self.own = [b for mini in steps for b in mini], Counter()
         # Later steps are off-policy: what they started from must be known before the first update, unless the sampled logprobs stand for it.
         algo, sampled = self.cfg.algo, self.cfg.algo.correction == "rollout_logprobs"
         compared = algo.kl_coef > 0 or algo.advantage_estimator == "on_policy_distillation"  # with the reference, so these must be exact
-        recompute = (not sampled and (len(steps) > 1 or compared)) or "algo.custom_advantage" in self.custom
-        recompute = recompute and not self.cfg.offline
+        recompute = not self.cfg.offline and ("algo.custom_advantage" in self.custom or (not sampled and (len(steps) > 1 or compared)))
         for k, batch in enumerate(batches):
             with alone(f"step {step}, {named(batches, k)}, before the update"):
                 if self.reference is not None:
@@ -189,20 +184,16 @@ class Trainer:
                 if self.critic:
                     batch.values = self.critic.values(batch)
         if fn := self.custom.get("algo.custom_advantage"):
-            try:
+            with together(f"step {step}, trainer rank {self.rank}"):
                 custom.advantages(fn, self.args, batches, {i.index: i.advantage for mini in plan.minibatches for i in mini})
-            except VimeError as e:
-                error = e
-            agree(error)
         shaped = {}
-        if advantages is not None:
-            for k, batch in enumerate(batches):
-                with alone(f"step {step}, {named(batches, k)}, advantages of the critic's ranks"):
+        with alone(f"step {step}, rank {self.rank}, advantages per token"):
+            if advantages is not None:  # which the critic's ranks made
+                for batch in batches:
                     found = np.concatenate([np.zeros(0), *(advantages[s.uid] for s in batch.samples)])
                     batch.advantages = torch.from_numpy(found).to(batch.advantages)
-        elif algo.per_token:
-            policy = [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches]
-            with alone(f"step {step}, rank {self.rank}, advantages per token"):
+            elif algo.per_token:
+                policy = [b.rollout_log_probs if sampled or b.old is None else b.old for b in batches]
                 shaped = per_token(algo, batches, policy, self.device)
         rate = self.set_rates(step)
         shaped |= self.train_critic(step, steps) if self.critic else {}
@@ -338,9 +329,7 @@ class Trainer:
         t, chunk = temperature or self.cfg.rollout.temperature, self.cfg.train.logprob_chunk
         model.train(not self.cfg.lora.dropout)  # of the policy that is served
         out = self.pipelines[model].forward(batch, Job(lambda h, w: head_log_probs(h, w, batch.labels, t, chunk, batch.support)))
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
         model.train()
         return out
 
@@ -488,11 +477,3 @@ class Trainer:
         """Wait for the checkpoint that is being written. Raises: VimeError where it could not be."""
         writing, self.writing = self.writing, None
         agree(writing.exception() if writing else None)
-
-    def close(self) -> None:
-        """Leave the process group and remove the published files."""
-        self.writer.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if self.rank == 0:
-            shutil.rmtree(location(self.cfg), ignore_errors=True)

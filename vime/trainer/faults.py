@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from vime.errors import VimeError, said
 from vime.trainer.packing import Pack
+from vime.trainer.parallel import agree
 
 
 def named(batches: Sequence[Pack], k: int) -> str:
@@ -43,6 +44,17 @@ def depth(name: str) -> float:
     """Where in the model a parameter lies, on whatever rank: ranks of a pipeline each number their own."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     return int(layer[1]) if layer else -1 if "embed" in name else math.inf
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Where a rank's input fails in the block, all ranks fail behind it: none enters the next collective. Raises: VimeError with `what`."""
+    error = None
+    try:
+        yield
+    except (KeyError, ValueError, VimeError) as e:
+        error = VimeError(f"{what}: " + (f"sample {e} did not arrive" if isinstance(e, KeyError) else str(e)))
+    agree(error)
 
 
 @contextmanager

@@ -31,10 +31,8 @@ class Feed:
         dist.all_gather_object(where, mine)
         self.first, self.group = where.index(mine), None
         if spec.settings.backend not in LOCAL:
-            for key in dict.fromkeys(where):  # every rank takes part in making every group
-                ranks = [r for r, w in enumerate(where) if w == key]
-                group = dist.new_group(ranks) if len(ranks) > 1 else None
-                self.group = group if key == mine else self.group
+            shared = [[r for r, w in enumerate(where) if w == key] for key in dict.fromkeys(where) if where.count(key) > 1]
+            self.group = dist.new_subgroups_by_enumeration(shared)[0] if shared else None
         self.store = open_store(spec) if self.group is None or trainer.rank == self.first else None
 
     def pull(self, step: int, refs: list[Ref]) -> tuple[list[Sample], list[str]]:

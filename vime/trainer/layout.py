@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel
@@ -147,6 +147,13 @@ class Layout:
         if self.p.pp > 1:
             dist.all_reduce(total, group=self.pp_group)
         return float(total.sqrt())
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Give back what a forward without a backward has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(t: torch.Tensor) -> torch.Tensor:

@@ -105,9 +105,7 @@ def kl(log_probs: Tensor, ref: Tensor, kind: str) -> Tensor:
     return k3 if kind == "k3" else k3.clamp(-10, 10)
 
 
-def token_log_probs(
-    logits: Tensor, labels: Tensor, temperature: float, rows: Tensor | None = None, ids: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def token_log_probs(logits: Tensor, labels: Tensor, temperature: float, rows: Tensor | None = None, ids: Tensor | None = None) -> tuple[Tensor, ...]:
     """log_probs (N,), entropy (N,), logp (N, V), p (N, V) in float32 of logits (N, V), divided by `temperature` first; labels (N,) int64.
     Where token rows[k] was drawn from ids[k], for all k, and from nothing else, log_probs are over these ids only, and the last result is
     their probabilities q (K,), else p. The others are always over the whole vocabulary."""

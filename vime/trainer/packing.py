@@ -1,11 +1,12 @@
 """Token layout of one micro-batch: packed without padding, prompts that samples share laid out once. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from vime.sample import Sample
 from vime.trainer.batch import Item
@@ -15,8 +16,7 @@ from vime.trainer.routing import pack_routing
 SHARE_LIMIT = 4096  # responses longer than this are not packed behind a shared prompt: their attention masks would grow too large
 
 
-@dataclass
-class Bucket:
+class Bucket(NamedTuple):
     """Rows of like length whose attention runs in one call. keys: (B, P + R) token positions, a prefix then the row's own;
     queries: (B, R); mask: (B, 1, R, P + R) True where attended, None: plain causal (no row has a prefix)."""
 
@@ -56,14 +56,7 @@ class Pack:
     everything: list[torch.Tensor] = field(default_factory=list)  # `where` of each cp rank's samples, joined
 
     def to(self, device: torch.device) -> Self:
-        def move(x: Any) -> Any:
-            if isinstance(x, torch.Tensor):
-                return x.to(device, non_blocking=True)
-            if isinstance(x, Bucket):
-                return Bucket(*(move(getattr(x, f.name)) for f in fields(x)))
-            return type(x)(map(move, x)) if isinstance(x, (list, tuple)) else x
-
-        return type(self)(*(move(getattr(self, f.name)) for f in fields(self)))
+        return type(self)(**tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), vars(self)))
 
 
 class Sealed:
@@ -85,12 +78,10 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
     ids: list[int] = []
     pos: list[int] = []
     segments: list[Segment] = []
-    rows: list[np.ndarray] = []
-    per_token: list[tuple[np.ndarray, ...]] = []
+    per_token: list[tuple[np.ndarray, ...]] = []  # of each sample what the trained tokens' arrays are made of
     whole: list[np.ndarray] = []
     order: list[Sample] = []
-    supports: list[np.ndarray] = []
-    drawn: list[np.ndarray] = []  # size of each trained token's support
+    drawn: list[tuple[np.ndarray, np.ndarray]] = []  # of a sample: the supports of its trained tokens, and the size of each
 
     def lay(tokens: Sequence[int], first: int, prefix: int = 0) -> int:
         start = len(ids)
@@ -110,34 +101,32 @@ def pack(items: Sequence[Item], samples: dict[int, Sample]) -> Pack:
             first = head if share else start - p
             whole.append(np.r_[first : first + p, start : start + s.response_length - 1])
             keep = np.flatnonzero(s.loss_mask)
-            rows.append(whole[-1][p - 1 :][keep])
             order.append(s)
             if s.rollout_top_p_token_offsets:
-                sizes = np.diff(s.rollout_top_p_token_offsets)
-                drawn.append(sizes[keep])
-                supports.append(np.asarray(s.rollout_top_p_token_ids, dtype=np.int64)[np.repeat(np.asarray(s.loss_mask) > 0, sizes)])
-            labels = np.asarray(s.tokens[p:], dtype=np.int64)[keep]
-            per_token.append((labels, np.full(len(keep), i.advantage), np.full(len(keep), i.weight), np.asarray(s.rollout_log_probs)[keep]))
+                sizes, trained = np.diff(s.rollout_top_p_token_offsets), np.asarray(s.loss_mask) > 0
+                drawn.append((np.asarray(s.rollout_top_p_token_ids, dtype=np.int64)[np.repeat(trained, sizes)], sizes[keep]))
+            position, label = whole[-1][p - 1 :][keep], np.asarray(s.tokens[p:], dtype=np.int64)[keep]
+            numbers = np.full(len(keep), i.advantage), np.full(len(keep), i.weight), np.asarray(s.rollout_log_probs)[keep]
+            per_token.append((position, label, *numbers))
     if not ids:
         lay([0], 0)
-    buckets, scatter = _buckets(segments, len(ids))
-    arrays = [np.concatenate(x) for x in zip(*per_token)] if per_token else [np.zeros(0)] * 4
-    adv, weights, rollout = (torch.from_numpy(np.asarray(a, dtype=np.float32)) for a in arrays[1:])
-    where = torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64))
-    labels_t = torch.from_numpy(np.asarray(arrays[0], dtype=np.int64))
+    arrays = [np.concatenate(x) for x in zip(*per_token)] if per_token else [np.zeros(0)] * 5
+    rows, labels = (torch.from_numpy(np.asarray(a, dtype=np.int64)) for a in arrays[:2])
+    advantages, weights, rollout = (torch.from_numpy(np.asarray(a, dtype=np.float32)) for a in arrays[2:])
     support = None
     if drawn:
         if len(drawn) != len(order):
             raise ValueError(f"{len(order) - len(drawn)} of {len(order)} samples came without the tokens they were drawn from")
-        ends = np.concatenate([[0], np.cumsum(np.concatenate(drawn))])
-        support = torch.from_numpy(np.concatenate(supports)), torch.from_numpy(ends)
-    per_sample = [torch.from_numpy(w) for w in whole]
-    layout = (torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, where)
-    routing = pack_routing(order, whole, len(ids))
-    everything = torch.cat([where[:0], *per_sample])
-    rest: dict[str, Any] = {"routing": routing, "uses": None if routing is None else everything.bincount(minlength=len(ids))}
-    rest |= {"segments": tuple(segments), "trained": [where], "everything": [everything]}
-    return Pack(*layout, labels_t, adv, weights, rollout, support, order, per_sample, **rest)
+        supports, sizes = (np.concatenate(x) for x in zip(*drawn))
+        support = torch.from_numpy(supports), torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
+    where, routing = [torch.from_numpy(w) for w in whole], pack_routing(order, whole, len(ids))
+    everything = torch.cat([rows[:0], *where])
+    buckets, scatter = _buckets(segments, len(ids))
+    uses = None if routing is None else everything.bincount(minlength=len(ids))
+    return Pack(
+        torch.tensor([ids]), torch.tensor([pos]), buckets, scatter, rows, labels, advantages, weights, rollout, support, order, where,
+        routing=routing, uses=uses, segments=tuple(segments), trained=[rows], everything=[everything],
+    )  # fmt: skip
 
 
 def _buckets(segments: list[Segment], total: int) -> tuple[list[Bucket], torch.Tensor]:

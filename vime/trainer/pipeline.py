@@ -1,7 +1,6 @@
 """Forward and backward of a model over the stages of its pipeline; of a model that isn't cut, on its one stage."""
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,22 +56,16 @@ class Pipeline:
         stage, batch = self.layout.stages[part], sealed.pack
         feed = {"position_ids": batch.positions} | ({"input_ids": batch.ids} if stage == 0 else {"inputs_embeds": x})
         feed = self.vision.arguments(batch) if self.vision else feed
-        with self.only(part, stage == self.last):
-            hidden = self.base(**feed, use_cache=False, packing=sealed).last_hidden_state
-            out = self.head(hidden, batch, job) if stage == self.last else hidden
-            shared = self.vision and self.layout.world > 1 and torch.is_grad_enabled()
-            return out + self.vision.untouched() if self.vision and shared else out
-
-    @contextmanager
-    def only(self, part: int, last: bool) -> Any:
-        """Hide the other stages' modules from the model's forward."""
-        if self.layout.count > 1:
-            self.decoder.layers, self.decoder.norm = self.parts[part], self.norm if last else PipelineIdentityLayer()
+        if self.layout.count > 1:  # the other stages' modules are hidden from the model's forward
+            self.decoder.layers, self.decoder.norm = self.parts[part], self.norm if stage == self.last else PipelineIdentityLayer()
         try:
-            yield
+            hidden = self.base(**feed, use_cache=False, packing=sealed).last_hidden_state
         finally:
             if self.layout.count > 1:
                 self.decoder.layers, self.decoder.norm = self.layers, self.norm
+        out = self.head(hidden, batch, job) if stage == self.last else hidden
+        shared = self.vision and self.layout.world > 1 and torch.is_grad_enabled()
+        return out + self.vision.untouched() if self.vision and shared else out
 
     def like(self, batch: Pack) -> Tensor:
         """Hidden states between stages, without data."""

@@ -3,17 +3,16 @@ order, since rounding alone flips near ties. Weights are computed anew from the 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vime.errors import VimeError
+from vime.model import shape
 from vime.sample import Sample
 from vime.trainer.axes import EXPERTS
 
@@ -27,10 +26,7 @@ FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral")  # model types whose r
 
 def check_model(path: str) -> None:
     """Raises VimeError unless the model in folder `path` has experts, and a router that can be replayed."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError) as e:
-        raise VimeError(f"{path}/config.json: {e}") from e
+    config = shape(path)
     if not any(config.get(k) for k in EXPERTS):
         raise VimeError(f"{path} is a dense model: its config.json has no {', '.join(EXPERTS)}", "leave rollout.routing_replay out")
     if (kind := config.get("model_type")) not in FAMILIES:

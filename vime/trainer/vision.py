@@ -1,7 +1,6 @@
 """Images on a trainer rank: pixels from references, checks against the tokens, and what a vision-language model's forward takes besides ids."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,9 @@ from vime.errors import VimeError
 from vime.sample import Sample
 from vime.trainer.packing import Pack
 
-
-def merged_grid(model: PreTrainedModel, features: dict[str, torch.Tensor]) -> int:
-    """Tokens of an image of the Qwen-VL families: its patches, merged 2 x 2."""
-    return int(features["image_grid_thw"].prod()) // model.config.vision_config.spatial_merge_size**2
-
-
-def tiles(model: PreTrainedModel, features: dict[str, torch.Tensor]) -> int:
-    """Tokens of an Idefics3 image: as many for each of its tiles."""
-    c = model.config
-    return int(features["pixel_values"].shape[1]) * (c.vision_config.image_size // c.vision_config.patch_size) ** 2 // c.scale_factor**2
-
-
-# model_type -> (tokens of an image, dimension in which the features of several images are joined). Attention among an image's tokens must
-# be causal, as among text, and the placeholders' id config.image_token_id.
-FAMILIES: dict[str, tuple[Callable[[PreTrainedModel, dict[str, torch.Tensor]], int], int]] = {
-    "qwen2_vl": (merged_grid, 0),
-    "qwen2_5_vl": (merged_grid, 0),
-    "qwen3_vl": (merged_grid, 0),
-    "idefics3": (tiles, 1),
-}
+# model_type -> dimension in which the features of several images are joined. Attention among an image's tokens must be causal, as among
+# text, and the placeholders' id config.image_token_id.
+FAMILIES = {"qwen2_vl": 0, "qwen2_5_vl": 0, "qwen3_vl": 0, "idefics3": 1}
 
 
 def check(config: Any, path: str | Path) -> None:
@@ -47,7 +29,7 @@ class Vision:
     def __init__(self, model: PreTrainedModel, path: str | Path, options: dict[str, Any]):
         self.path, self.options, self.cache = path, options, dict[str, dict[str, torch.Tensor]]()
         self.model, self.image_token = model, model.config.image_token_id
-        self.count, self.dim = FAMILIES[model.config.model_type]
+        self.dim = FAMILIES[model.config.model_type]
         self.ids: torch.Tensor | None = None  # of the current forward, where they are not those that the model is given
         text = {id(m) for part in (model.get_decoder(), model.get_output_embeddings()) for m in part.modules()}
         self.seeing = [m for m in model.modules() if id(m) not in text]  # what only images run through
@@ -60,6 +42,13 @@ class Vision:
     def _true_ids(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         return None if self.ids is None else (self.ids,)
 
+    def count(self, features: dict[str, torch.Tensor]) -> int:
+        """Tokens of an image: of the Qwen-VL families its patches, merged 2 x 2; of Idefics3 as many for each of its tiles."""
+        c = self.model.config
+        if "image_grid_thw" in features:
+            return int(features["image_grid_thw"].prod()) // c.vision_config.spatial_merge_size**2
+        return int(features["pixel_values"].shape[1]) * (c.vision_config.image_size // c.vision_config.patch_size) ** 2 // c.scale_factor**2
+
     def process(self, samples: list[Sample]) -> None:
         """Read the images of these samples, and forget all others. Raises: ValueError naming a sample whose tokens don't fit its images."""
         refs = {i["sha256"]: i for s in samples for i in s.images}
@@ -68,7 +57,7 @@ class Vision:
             self.cache[key] = dict(self.processor(images=[read(refs[key])[1]], return_tensors="pt", **self.options))
         for s in samples:
             have = Counter(s.tokens[: s.prompt_length])[self.image_token] if s.images else 0
-            if have != (want := sum(self.count(self.model, self.cache[i["sha256"]]) for i in s.images)):
+            if have != (want := sum(self.count(self.cache[i["sha256"]]) for i in s.images)):
                 what = f"sample {s.index} has {have} image tokens in its prompt, its {len(s.images)} images make {want}"
                 raise ValueError(f"{what}: do server and trainer process images alike ([vllm] mm_processor_kwargs holds for both)?")
 
