@@ -60,7 +60,7 @@ class MetricLogger:
         """Record one step, flushed to disk on return. A value that isn't finite becomes null in the file (JSON has no NaN)."""
         row: dict[str, Any] = {"step": step} | {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
         self.rows.append(row)
-        with blamed(f"cannot write {self._file.name}", OSError, ValueError, fix="free some space, then --resume"):
+        with blamed(f"cannot write {self._file.name}", OSError, fix="free some space, then --resume"):
             self._file.write(json.dumps(row) + "\n")
         self._thread.submit(self._track, step, dict(metrics))
         if sys.stdout.isatty():
