@@ -35,7 +35,7 @@ from vime.data.payload import fields_of, samples_of
 from vime.data.plane import Plane, Ref, open_store
 from vime.data.prompts import Prompts
 from vime.data.records import dump_samples, reading, write_groups
-from vime.errors import VimeError, said
+from vime.errors import ELSEWHERE, VimeError, said
 from vime.groups import DEAD, Rollouts
 from vime.procs import Follower, free_port, stack
 from vime.rollout.control import Control
@@ -334,10 +334,10 @@ class Cluster:
             except rex.RayTaskError as e:
                 c = cause(e)
                 if isinstance(c, VimeError):
-                    found["known"] = self.named(c)
+                    found.setdefault("peer" if c.what == ELSEWHERE else "known", self.named(c))
                 else:
                     found["raised"] = VimeError(f"{name}: {type(c).__name__}: {c}", log=str(e)[-3000:])
-        return found.get("died") or found.get("known") or found["raised"]
+        return next(found[kind] for kind in ("died", "known", "raised", "peer") if kind in found)
 
     def hung(self, late: list[int], doing: str) -> VimeError:
         """The error to show for trainer ranks that have not finished in time: where those are that don't just wait for others."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MANY = 12  # names in a list
+ELSEWHERE = "another trainer rank failed"  # what a rank says that has no fault of its own
 ANY = (Exception, SystemExit)  # what a plug-in may fail with
 
 

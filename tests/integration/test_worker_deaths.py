@@ -12,7 +12,7 @@ import ray
 from vime import config
 from vime.cluster import Cluster
 from vime.data.plane import Plane
-from vime.errors import VimeError
+from vime.errors import ELSEWHERE, VimeError
 from vime.rollout.worker import Actor
 from vime.sample import Sample
 
@@ -99,3 +99,16 @@ def test_while_draining_such_a_group_counts_as_interrupted_and_is_a_suspect_afte
         jobs.submit(3, group(3), 0)
     assert not jobs.pending and len(jobs.suspects) == 1
     assert [key for key, report, _ in jobs.finished(1.0, redo=False) if report.interrupted] == [3] and not jobs.suspects
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_rank_at_fault_is_named_and_not_its_peer(make, at: int) -> None:
+    """Whichever of the ranks has the fault, and in whichever order they are asked."""
+
+    @ray.remote(num_cpus=0)
+    def rank(r: int) -> None:
+        raise VimeError("token 9 of sample 3 is none of the model's" if r == at else ELSEWHERE)
+
+    refs = [rank.remote(r) for r in range(2)]
+    ray.wait(refs, num_returns=2, timeout=60)
+    assert make().blame(refs, "trainer rank").what.startswith("token 9 of sample 3")

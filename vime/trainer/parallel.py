@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from vime import accel
-from vime.errors import VimeError
+from vime.errors import ELSEWHERE, VimeError
 from vime.trainer import vision
 from vime.trainer.context import to_heads, to_sequence
 from vime.trainer.layout import Layout, local
@@ -206,4 +206,4 @@ def agree(error: BaseException | None, group: dist.ProcessGroup | None = None) -
     if error is not None:
         raise error
     if failed.item():
-        raise VimeError("another trainer rank failed", "see its error")
+        raise VimeError(ELSEWHERE, "see its error")
