@@ -248,6 +248,25 @@ def test_what_an_agent_tells_its_git_does_not_count(repo, instance, tmp_path):
     assert reward == 0.0 and "cannot be put over the base: IsADirectoryError" in notes["fault"] and notes["model_patch"]
 
 
+def test_tests_can_be_read_only(repo, instance, tmp_path):
+    """With args.read_only no spelling writes to a test or moves one away, the source stays the agent's, and the repair counts."""
+
+    async def episode():
+        async with await open_sandbox((await task.setup(sample))[0]) as box:
+            for script in ("echo >tests/test_ledger.py", "echo >tests/test_new.py", "mv tests away", "rm -r tests", "ln -sf /dev/null tests/test_ledger.py"):
+                assert (await box.exec(["sh", "-c", script])).code != 0, script
+            assert (await box.exec(["sed", "-i", "s/\\[1:\\]//", "src/bank/ledger.py"])).code == 0
+            notes = SimpleNamespace()
+            return await task.grade(sample, box, notes), notes.notes
+
+    (tmp_path / "i.jsonl").write_text(json.dumps(dataclasses.asdict(instance)) + "\n")
+    data, agent = SimpleNamespace(prompts=str(tmp_path / "i.jsonl")), SimpleNamespace(agent="react")
+    task = swe.Task(SimpleNamespace(data=data, agent=agent, mirror=str(repo.parent), read_only=True))
+    sample = Sample(prompt="", label=instance.instance_id)
+    reward, notes = asyncio.run(episode())
+    assert reward == 1.0 and not notes["dropped"]
+
+
 def test_files_stay_in_the_tree(base):
     (base / "folder").symlink_to("/etc")
     for bad in ("../x", "/etc/x", "folder/x"):

@@ -278,7 +278,7 @@ def build(repo: str | Path, fix: str, name: str = "", python: str = sys.executab
 class Task:
     """agent.task = "vime.agents.tasks.swe:Task": data.prompts has instances, data.input_key = "problem_statement", data.label_key = "instance_id".
     [args]: mirror (folder of clones), python (for instances that name none), timeout and official (see grade), cross_check (true: note what
-    swebench's own code makes of the outcomes, too).
+    swebench's own code makes of the outcomes, too), read_only (true: the agent can't write where tests lie, nor beside them; local sandboxes).
 
     The agent gets a repository that ends at the base commit, also in an image (history.clean; VimeError where verify finds a leak), and is
     graded on what it changed there. agent.agent = "gold" and "noop" are no agents: they show that a set of instances can be solved, and is not yet."""
@@ -320,6 +320,7 @@ class Task:
         env = {"PYTHONPATH": ":".join(f"{ROOM}/{p}" for p in i.paths), "PATH": f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"}
         swap = {"binds": {str(work / ".git"): CLEAN}, "prepare": f"rm -rf {ROOM}/.git && cp -R {CLEAN} {ROOM}/.git"} if work.exists() else {}
         given: dict[str, Any] = swap if i.image else {"base": str(work), "binds": environment(python), "env": env}
+        given |= {"protected": TABLE["grade"]["read_only"]} if self.args.get("read_only") else {}
         return SandboxSpec(i.image or "local", workdir=ROOM, **given), [{"role": "user", "content": text}], []
 
     async def grade(self, sample: Sample, sandbox: Any, episode: Any) -> float:
