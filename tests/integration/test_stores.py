@@ -62,8 +62,18 @@ class Producer:
         return self.store.put({key: group(5)})
 
 
+class Consumer:
+    """In a Ray actor, a store that reads, `times` over."""
+
+    def __init__(self, spec: Any):
+        self.store = open_store(spec)
+
+    def read(self, refs: list[Ref], times: int) -> bool:
+        return all(same(self.store.get(refs)[0], group(5)) for _ in range(times))
+
+
 @pytest.mark.parametrize("name", ["ray", "controller", "transferqueue-simple", "transferqueue-mooncake"])
-def test_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
+def test_a_consumer_then_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
     """Of the others: test_store_failures.py. First in this file: a Ray cluster has one TransferQueue, and `backend` keeps its own to the end."""
     plane = Plane(BACKENDS[name][0](), f"dies-{time.time_ns()}", 1, tmp_path)
     try:
@@ -71,6 +81,15 @@ def test_a_producer_in_ray_dies(name: str, cluster: Any, tmp_path: Path):
         refs = cluster.get(producer.put.remote("run/dies/a0"), timeout=60)
         reader = open_store(plane.spec)
         assert same(reader.get(refs)[0], group(5))
+        first, second = (cluster.remote(Consumer).options(num_cpus=0).remote(plane.spec) for _ in range(2))
+        assert cluster.get([c.read.remote(refs, 1) for c in (first, second)], timeout=60) == [True, True]
+        going = first.read.remote(refs, 10**9)
+        assert not cluster.wait([going], timeout=0.5)[0]
+        cluster.kill(first)  # while it reads
+        with pytest.raises(cluster.exceptions.RayActorError):
+            cluster.get(going, timeout=30)
+        assert cluster.get(second.read.remote(refs, 3), timeout=60) and same(reader.get(refs)[0], group(5))
+        cluster.kill(second)  # what it refers to goes with it
         cluster.kill(producer)
         if BACKENDS[name][1] == "lost":
             assert refs[0].owner == "worker-1"
