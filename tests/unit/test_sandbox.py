@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from tests.unit.sandbox_kit import ATTEMPTS, CONTROLS
 from vime.agents.sandbox import SandboxSpec, local, open_sandbox
@@ -92,6 +94,38 @@ def test_commands_files_and_changes(base, tmp_path):
     run(main)
     assert sorted(p.name for p in base.iterdir()) == ["a.py", "b", "deep", "folder", "kept", "link"], "the base is never written"
     assert (base / "a.py").read_text() == "x = 1\n"
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_a_sandbox_takes_its_descriptors_along(runner):
+    """Also those of shells that nobody closed. One that is left to the garbage collector is closed late, in whichever thread that runs, under
+    a number that another connection may have by then: which so hung for ever, or was cut. Nor is any number closed twice."""
+
+    def pipes() -> int:
+        found = 0
+        for n in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # listdir's own
+                found += "pipe:" in os.readlink(f"/proc/self/fd/{n}")
+        return found
+
+    async def main():
+        counts = []
+        for _ in range(3):
+            async with await open_sandbox(SandboxSpec()) as box:
+                for _ in range(4):
+                    assert (await (await box.shell()).run("echo hi")).output == "hi\n"
+                assert (await box.exec(["true"])).code == 0
+                pipe = (await box.start(["true"], "/", {})).stdin.get_extra_info("pipe")
+                assert pipe.closefd == (runner is asyncio.run), "uvloop closes the number itself"
+            await asyncio.sleep(0.05)
+            counts.append(pipes())
+        assert len({*counts}) == 1
+
+    gc.disable()
+    try:
+        runner(main())
+    finally:
+        gc.enable()
 
 
 def test_shell_keeps_its_state_and_survives_what_is_run_in_it():

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from vime.agents.sandbox import Running, Sandbox, SandboxSpec
@@ -94,6 +95,7 @@ class Local(Sandbox):
 
     async def begin(self) -> None:
         spec, me, root = self.spec, os.getpid(), os.geteuid() == 0
+        self.closes = set[Callable[[], None]]()
         try:
             path, number = zygote(), next(NUMBERS)
             uid = 1_000_000_000 + me % (1 << 22) * 256 + number % 256  # no one else's: limits, signals and keys go by uid
@@ -135,24 +137,29 @@ class Local(Sandbox):
         finally:
             for fd in theirs:
                 os.close(fd)
-        to, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(ours[0], "wb", 0))
+        # uvloop closes a pipe's number, and then its file: which may by then be another's of the same number, opened in another thread
+        owned = not type(loop).__module__.startswith("uvloop")
+        to, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(ours[0], "wb", 0, closefd=owned))
         outs = (asyncio.StreamReader(), asyncio.StreamReader())
         pipes: list[asyncio.BaseTransport] = [to]
         for out, fd in zip(outs, ours[1:]):
-            pipes.append((await loop.connect_read_pipe(lambda out=out: asyncio.StreamReaderProtocol(out), os.fdopen(fd, "rb", 0)))[0])  # type: ignore[misc,arg-type]
+            pipes.append((await loop.connect_read_pipe(lambda out=out: asyncio.StreamReaderProtocol(out), os.fdopen(fd, "rb", 0, closefd=owned)))[0])  # type: ignore[misc,arg-type]
 
         async def wait() -> int:
             return int(await reader.read() or -9)
 
         async def kill() -> None:
-            writer.write_eof()
-            await reader.read()
+            if not writer.is_closing():
+                writer.write_eof()
+                await reader.read()
 
         def close() -> None:
+            self.closes.discard(close)
             for pipe in pipes:
                 pipe.close()
             writer.close()
 
+        self.closes.add(close)
         return Running(asyncio.StreamWriter(to, protocol, None, loop), outs[0], outs[1], wait, kill, close)
 
     async def changes(self) -> dict[str, str]:
@@ -162,6 +169,8 @@ class Local(Sandbox):
         return dict(json.loads(text))
 
     async def stop(self) -> None:
+        for close in [*self.closes]:  # of shells: what is left to the garbage collector is closed in any thread, at any time
+            close()
         if hasattr(self, "_writer"):
             with contextlib.suppress(OSError):
                 self._writer.write_eof()
