@@ -128,6 +128,21 @@ def test_a_sandbox_takes_its_descriptors_along(runner):
         gc.enable()
 
 
+def test_a_command_can_be_interrupted_where_signals_are_ignored():
+    """As in a job that a script has put into the background."""
+    code = """import asyncio
+from vime.agents.sandbox import SandboxSpec, open_sandbox
+async def main():
+    async with await open_sandbox(SandboxSpec()) as box:
+        shell = await box.shell()
+        print((await shell.run("echo begun; sleep 100; echo not", timeout=1)).output)
+        print((await shell.run("grep Sig[BI] /proc/self/status")).output)
+asyncio.run(main())"""
+    done = subprocess.run(["env", "--ignore-signal", "--block-signal", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    said = done.stdout.split()
+    assert said[0] == "begun" and "not" not in said and said[-4:] == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16], done
+
+
 def test_shell_keeps_its_state_and_survives_what_is_run_in_it():
     async def main():
         async with await open_sandbox(SandboxSpec()) as box:

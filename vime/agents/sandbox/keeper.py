@@ -213,7 +213,10 @@ class Box:
             call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
             if (size := len(self.seccomp) // 8) > 0:
                 call("prctl", 22, 2, struct.pack("HxxxxxxQ", size, ctypes.addressof(self.seccomp)), 0, 0)  # PR_SET_SECCOMP
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:  # what is ignored stays ignored: SIGINT, after `vime train &`
+                with contextlib.suppress(OSError):
+                    signal.signal(number, signal.SIG_DFL)
             os.chdir(cwd)
             os.execvpe(argv[0], argv, env)
         except BaseException as e:
