@@ -38,7 +38,7 @@ STORES = ["shm", "ray", "controller", "mooncake", "transferqueue", "transferqueu
 PATHS = [*procs_of.THROUGH, *STORES, "mmap", "file", "zmq"]
 NETWORK = ["json", "numpy", "numpy-ray", "ray", "mooncake", "transferqueue", "zmq"]  # those that can leave a host
 QUICK = ["json", "numpy", "shm", "mooncake", "mmap", "file", "zmq"]
-LISTS_MB = 60  # Python lists of more than this take minutes, and 20 times as much memory
+LISTS_MB = 60  # Python lists of more than this, which take minutes and 20 times as much memory, only where --paths names them
 CELLS = {
     "quick": ["text2k:64", "text16k:64", "routing:16", "pixels:32"],
     "full": ["text2k:64", "text2k:1024", "text16k:256", "text16k:1024", "routing:8", "routing:64", "pixels:64"],
@@ -149,7 +149,7 @@ class Session:
             raise RuntimeError(value)
         return value
 
-    def run(self, cells: list[str], rounds: int, say: Any) -> list[dict[str, Any]]:
+    def run(self, cells: list[str], rounds: int, say: Any, lists_mb: float = LISTS_MB) -> list[dict[str, Any]]:
         """One row per cell and path. `say(text)` is told what goes on."""
         rows, m, n = [], self.m, self.n
         for cell in cells:
@@ -160,7 +160,7 @@ class Session:
             sums = {j: s for d in made for j, s in d.items()}
             want = [sum(sums[j] for j in range(count) if who[j] == c) % 2**63 for c in range(n)]
             megabytes = procs_of.nbytes(kind, group) * count / 1e6
-            shots: dict[str, list[dict[str, Any]]] = {p: [] for p in self.paths if p != "lists" or megabytes <= LISTS_MB}
+            shots: dict[str, list[dict[str, Any]]] = {p: [] for p in self.paths if p != "lists" or megabytes <= lists_mb}
             failed: dict[str, str] = {}
             for r in range(rounds + 1):  # the first is the warm-up
                 say(f"{cell}, {megabytes:.0f} MB, m={m}, n={n}: round {r} of {rounds}")
@@ -398,6 +398,6 @@ def measure(args: Any, say: Any) -> list[dict[str, Any]]:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-bench-")))
                 hosts = Hosts(stack, min(2, m), min(2, n), args.hosts, args.delay or "", folder)
             session = stack.enter_context(Session(m, n, paths, largest, hosts))
-            new = session.run(cells, args.rounds or (3 if args.quick else 5), say)
+            new = session.run(cells, args.rounds or (3 if args.quick else 5), say, math.inf if args.paths else LISTS_MB)
             rows += new if paths[-1] != "transferqueue-mooncake" else [r for r in new if r["path"] != "zmq"]
     return [r | {"hosts": args.hosts, "delay": args.delay} for r in rows] if args.hosts else rows
