@@ -52,7 +52,7 @@ def start(cfg: Config, process: str) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        otlp = BatchSpanProcessor(OTLPSpanExporter(cfg.trace.otlp), max_queue_size=1 << 16, schedule_delay_millis=500)
+        otlp = BatchSpanProcessor(OTLPSpanExporter(cfg.trace.otlp), max_queue_size=1 << 16, schedule_delay_millis=500, max_export_batch_size=1 << 13)
         resource = Resource({"service.name": "vime", "service.instance.id": process, "vime.run": cfg.name})
     _out = Out(cfg.name, process, file, otlp, resource)
 
