@@ -34,11 +34,6 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"LC_ALL": "C", "GIT_NO_REPLACE_OBJECTS": "1", "GIT_TERMINAL_PROMPT": "0"} | extra
 
 
-def ended(process: subprocess.Popen[bytes]) -> None:
-    """The process has seen the end of its input, and is reaped."""
-    process.communicate()
-
-
 class Git:
     """One repository, bare or with a work tree. Raises ForksyncError (7) for a git that fails where that is not expected."""
 
@@ -77,7 +72,7 @@ class Git:
         if self._cat is None:
             command = [*GIT, "-C", str(self.path), "cat-file", "--batch"]
             self._cat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment())
-            weakref.finalize(self, ended, self._cat)
+            weakref.finalize(self, self._cat.communicate)  # ends its input, and reaps it
         assert self._cat.stdin and self._cat.stdout
         self._cat.stdin.write(oid.encode() + b"\n")
         self._cat.stdin.flush()

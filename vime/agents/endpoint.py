@@ -36,6 +36,7 @@ async def ask(http: aiohttp.ClientSession, cfg: EndpointConfig, messages: list[d
                     break
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
             last = said(e)
-        await asyncio.sleep(wait if n < cfg.retries else 0)
-        wait = min(2 * wait, WAIT[1])
+        if n < cfg.retries:
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, WAIT[1])
     raise VimeError(f"{url}: {last}", f"is model.name {cfg.name!r} served there, and the key in ${cfg.key_env}?")

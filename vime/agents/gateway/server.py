@@ -25,8 +25,7 @@ from vime.rollout.http import EngineClient, EngineDown
 from vime.sections import GatewayConfig
 
 log = logging.getLogger("vime.gateway")
-PATHS = {"/v1/messages": wire_anthropic, "/v1/chat/completions": wire_chat, "/v1/responses": wire_responses}
-PATHS["/v1/messages/count_tokens"] = wire_anthropic
+PATHS = {"/v1/messages": wire_anthropic, "/v1/messages/count_tokens": wire_anthropic, "/v1/chat/completions": wire_chat, "/v1/responses": wire_responses}
 GEMINI = re.compile(r"/v1beta/models/([^/:]+):(generateContent|streamGenerateContent|countTokens)")
 BASES = {"anthropic": "", "openai": "/v1", "responses": "/v1", "gemini": ""}  # what a provider's client appends its paths to
 IDLE = 0.05  # seconds between two tries at a server that aborts what it runs
